@@ -1,0 +1,86 @@
+"""What a static graph may hold: standard operators that every target compiler takes, static shapes.
+
+The list is that of TensorRT 10.3's ONNX importer for plugin-free graphs, raised to opset 18.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from pspec.errors import ConfigError
+
+ALLOWED_OPS = frozenset(
+    "Add And ArgMax Cast Concat Div Equal Erf Expand Gather Identity Less Log MatMul Mul Neg Not "
+    "ReduceMax ReduceMean ReduceMin Reshape Sigmoid Slice Softmax Sqrt Squeeze Sub Tanh TopK "
+    "Transpose Unsqueeze Where".split()
+)
+_INT32 = 2**31 - 1
+_BOUNDARY = {ir.DataType.INT32, ir.DataType.BOOL, ir.DataType.FLOAT, ir.DataType.FLOAT16}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing a static graph must not hold."""
+
+    where: str
+    reason: str
+
+
+def lint_graph(model: ir.Model) -> list[Finding]:
+    """Everything in ``model`` that a platform could not express, named by node or tensor."""
+    graph = model.graph
+    findings = [
+        Finding(str(value.name), f"{value.dtype} at the boundary, expected int32, bool or float")
+        for value in (*graph.inputs, *graph.outputs)
+        if value.dtype not in _BOUNDARY
+    ]
+    for value in (*graph.inputs, *graph.outputs):
+        findings += _shape_findings(str(value.name), value)
+    for node in graph:
+        findings += _node_findings(node)
+    for value in graph.initializers.values():
+        findings += _constant_findings(value)
+    return findings
+
+
+def check_graph(model: ir.Model, name: str) -> None:
+    """Raise on the first finding.
+
+    Raises:
+        ConfigError: naming graph, node and reason.
+    """
+    for finding in lint_graph(model):
+        raise ConfigError(f"graph {name}: {finding.where}: {finding.reason}")
+
+
+def _node_findings(node: ir.Node) -> list[Finding]:
+    where = str(node.name)
+    findings = []
+    if node.domain not in ("", "ai.onnx"):
+        findings.append(Finding(where, f"operator {node.domain}.{node.op_type} is not standard"))
+    elif node.op_type not in ALLOWED_OPS:
+        findings.append(Finding(where, f"operator {node.op_type} is not in the portable set"))
+    for value in node.outputs:
+        findings += _shape_findings(where, value)
+    return findings
+
+
+def _shape_findings(where: str, value: ir.Value) -> list[Finding]:
+    if value.shape is not None and value.shape.is_static():
+        return []
+    return [Finding(where, f"{value.name} has shape {value.shape}, expected numbers only")]
+
+
+def _constant_findings(value: ir.Value) -> list[Finding]:
+    tensor = value.const_value
+    if tensor is None:
+        return [Finding(str(value.name), "initialiser without a value")]
+    if tensor.dtype != ir.DataType.INT64 or isinstance(tensor, ir.ExternalTensor):
+        return []
+    numbers = np.asarray(tensor.numpy())
+    if numbers.size and np.abs(numbers).max() > _INT32:
+        return [Finding(str(value.name), "an int64 constant does not fit 32 bits")]
+    return []

@@ -1,0 +1,42 @@
+"""The engines there are, and which of them a request gets."""
+
+from __future__ import annotations
+
+from pspec.errors import EngineError
+from pspec.runtime.bundle import Bundle
+from pspec.runtime.engine import Engine
+from pspec.runtime.manifest import Role
+
+ENGINES = ("onnxruntime",)
+
+
+def choose_engine(name: str) -> tuple[str, str]:
+    """Engine for a request, and why.
+
+    Raises:
+        EngineError: for a name that is unknown or not there yet.
+    """
+    if name == "auto":
+        return "onnxruntime", "the only engine of this release"
+    if name not in ENGINES:
+        raise EngineError(f"engine {name!r} is not there: use one of auto, {', '.join(ENGINES)}")
+    return name, "asked for"
+
+
+def open_engine(bundle: Bundle, role: Role, name: str, threads: int | None) -> Engine:
+    """Open one role's engine.
+
+    Raises:
+        EngineError: when it cannot run here, with what would make it run.
+    """
+    choose_engine(name)
+    try:
+        from pspec.runtime.ort import OrtEngine
+    except ImportError as error:
+        hint = "pip install 'pspec-toolkit[cpu]'"
+        raise EngineError(f"onnxruntime is not installed: {hint}") from error
+    manifest = bundle.manifest
+    spec = manifest.target if role == "target" else manifest.drafter
+    assert spec is not None
+    graph = manifest.symbolic(role)
+    return OrtEngine(bundle.graphs, graph, spec.cache, manifest.plan, threads)

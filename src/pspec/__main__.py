@@ -1,0 +1,5 @@
+"""``python -m pspec``."""
+
+from pspec.cli import main
+
+main()

@@ -1,0 +1,81 @@
+"""Writing so that nothing is ever half there: beside the place, then renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from pspec.errors import PspecError
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a whole file, or leave what was there."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        fresh.write_bytes(data)
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """A new folder to fill, put in the place of ``folder`` when the block ends without an error."""
+    fresh = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    try:
+        fresh.mkdir(parents=True)
+        yield fresh
+        publish_folder(fresh, folder)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def publish_folder(fresh: Path, folder: Path) -> None:
+    """Rename ``fresh`` to ``folder``; what stood there goes away only once the new one is in."""
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    if folder.exists():
+        folder.rename(old)
+    try:
+        fresh.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def disk_errors(place: Path) -> Iterator[None]:
+    """Turn what a disk can do to us into one line.
+
+    Raises:
+        PspecError: for a full disk, a missing permission or another refusal of the file system.
+    """
+    try:
+        yield
+    except OSError as error:
+        reasons = {
+            errno.ENOSPC: "the disk is full",
+            errno.EDQUOT: "the disk quota is used up",
+            errno.EFBIG: "a file grew past the size limit",
+            errno.EACCES: "permission denied",
+            errno.EROFS: "the file system is read-only",
+        }
+        reason = reasons.get(error.errno or 0)
+        if reason is None:
+            raise
+        raise PspecError(f"cannot write to {place}: {reason}; nothing was left behind") from error
+
+
+def sha256_file(path: Path) -> str:
+    """Hash of a file's bytes, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,183 @@
+"""What the commands print: tables and progress, for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+from pspec.doctor import Report
+from pspec.errors import BundleError
+from pspec.runtime.bundle import open_bundle
+from pspec.runtime.manifest import Manifest, ShapePlan
+
+if TYPE_CHECKING:
+    from pspec.export.pipeline import ExportRequest
+    from pspec.models.checkpoint import LoadedTarget
+    from pspec.models.drafter import Drafter
+
+console = Console()
+
+
+class Progress:
+    """An export's watcher: one bar a stage on a terminal, one line a stage elsewhere."""
+
+    def __init__(self) -> None:
+        self._bars = Bars(
+            TextColumn("{task.description:<8} {task.fields[detail]}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            disable=not console.is_terminal,
+        )
+        self._task: Any = None
+
+    def __enter__(self) -> Progress:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def stage(self, name: str, detail: str) -> None:
+        """A stage begins."""
+        if self._bars.disable:
+            console.print(f"{name}: {detail}", highlight=False)
+        self._task = self._bars.add_task(name, detail=detail, total=None)
+
+    def advance(self, done: int, total: int) -> None:
+        """Work inside the stage went on."""
+        self._bars.update(self._task, completed=done, total=total)
+
+    def note(self, text: str) -> None:
+        """Something worth a line."""
+        self._bars.console.print(text)
+
+
+def show_plan(
+    request: ExportRequest, target: LoadedTarget, drafter: Drafter | None, plan: ShapePlan
+) -> None:
+    """What an export would make."""
+    from pspec.export.pipeline import target_name
+    from pspec.export.plan import drafter_sizes, target_sizes
+
+    sizes = sum(tensor.numel() * 4 for tensor in target.decoder.state_dict().values())
+    own = sum(tensor.numel() * 4 for tensor in drafter.state_dict().values()) if drafter else 0
+    graphs = len(target_sizes(plan)) + 1
+    graphs += len(drafter_sizes(plan)) + 1 if drafter else 0
+    _facts(
+        f"{request.output} (dry run: nothing is written)",
+        {
+            "target": f"{target_name(target)}, {target.config.family}, {target.config.num_layers} layers",
+            "drafter": f"{request.drafter}, {drafter.config.slots} slots" if drafter else "none",
+            "precision": request.precision,
+            "platform": request.platform,
+            "weights": f"{(sizes + own) / 1e6:.0f} MB",
+            "graphs": f"{graphs}",
+            **_plan_facts(plan),
+        },
+    )
+
+
+def show_parity(folder: Path) -> None:
+    """The parity table of a finished export."""
+    rows = json.loads((folder / "reports" / "parity.json").read_bytes())
+    table = Table(title="exported graphs against PyTorch, fp32")
+    for title in ("graph", "inputs", "largest difference", "tokens equal", "near-ties"):
+        table.add_column(title, justify="left" if title in ("graph", "inputs") else "right")
+    for row in rows:
+        table.add_row(
+            row["graph"],
+            row["inputs"],
+            f"{row['error']:.1e}",
+            f"{row['agree']:.1%}",
+            str(row["near_ties"]),
+        )
+    console.print(table)
+
+
+def show_bundle(folder: Path, as_json: bool) -> None:
+    """A bundle's manifest."""
+    manifest = open_bundle(folder).manifest
+    if as_json:
+        console.out(msgspec.json.encode(manifest).decode(), highlight=False)
+        return
+    _facts(str(folder), _bundle_facts(manifest))
+    table = Table(title="graphs")
+    for title in ("file", "inputs", "outputs"):
+        table.add_column(title)
+    for graph in manifest.graphs:
+        table.add_row(graph.file, str(len(graph.inputs)), str(len(graph.outputs)))
+    console.print(table)
+
+
+def show_drafter(folder: Path, as_json: bool) -> None:
+    """A drafter directory, every tensor read and checked."""
+    from pspec.models.drafter_file import CONFIG_FILE, read_drafter
+
+    if not (folder / CONFIG_FILE).exists():
+        raise BundleError(f"{folder} is neither a bundle nor a drafter directory")
+    drafter = read_drafter(folder)
+    tensors = {name: list(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    config = msgspec.to_builtins(drafter.config)
+    if as_json:
+        console.out(json.dumps({"config": config, "tensors": tensors}), highlight=False)
+        return
+    count = sum(tensor.numel() for tensor in drafter.state_dict().values())
+    _facts(f"{folder}: {count / 1e6:.2f} M parameters", config)
+    table = Table(title="tensors (as graphs use them: [in, out])")
+    table.add_column("name")
+    table.add_column("shape")
+    for name, shape in tensors.items():
+        table.add_row(name, str(shape))
+    console.print(table)
+
+
+def show_report(report: Report) -> None:
+    """What ``doctor`` found."""
+    table = Table()
+    for title in ("area", "name", "state", "found", "fix"):
+        table.add_column(title, overflow="fold")
+    colours = {"ok": "green", "warn": "yellow", "missing": "dim", "fail": "red"}
+    for row in report.rows:
+        table.add_row(row.area, row.name, row.state, row.found, row.fix, style=colours[row.state])
+    console.print(table)
+
+
+def _bundle_facts(manifest: Manifest) -> dict[str, object]:
+    target, drafter = manifest.target, manifest.drafter
+    weights = int(manifest.provenance.get("weight_bytes", "0"))
+    return {
+        "target": f"{manifest.name}, {target.family}, vocabulary {target.vocab_size}",
+        "drafter": f"{drafter.slots} slots, {drafter.candidates} candidates" if drafter else "none",
+        "features": target.features,
+        "precision": manifest.precision,
+        "platform": manifest.platform,
+        "weights": f"{weights / 1e6:.0f} MB, {len(manifest.tensors)} tensors",
+        **_plan_facts(manifest.plan),
+        **manifest.provenance,
+    }
+
+
+def _plan_facts(plan: ShapePlan) -> dict[str, object]:
+    return {
+        "batch": plan.batch,
+        "nodes": plan.nodes,
+        "chunk": plan.chunk,
+        "cache buckets": ", ".join(str(bucket) for bucket in plan.buckets),
+    }
+
+
+def _facts(title: str, facts: Mapping[str, object]) -> None:
+    table = Table(title=title, show_header=False, title_justify="left")
+    for name, value in facts.items():
+        table.add_row(name, str(value))
+    console.print(table)
