@@ -88,7 +88,8 @@ def _weight(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
     assert name is not None
     if name not in graph.initializers:
         kind = ir.TensorType(tensor.dtype)
-        value = ir.Value(name=name, shape=tensor.shape, type=kind, const_value=tensor)
+        shape = ir.Shape(tensor.shape.numpy())
+        value = ir.Value(name=name, shape=shape, type=kind, const_value=tensor)
         graph.register_initializer(value)
     return graph.initializers[name]
 

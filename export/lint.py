@@ -12,11 +12,12 @@ import onnx_ir as ir
 
 from pspec.errors import ConfigError
 
-ALLOWED_OPS = frozenset(
-    "Add And ArgMax Cast Concat Div Equal Erf Expand Gather Identity Less Log MatMul Mul Neg Not "
-    "ReduceMax ReduceMean ReduceMin Reshape Sigmoid Slice Softmax Sqrt Squeeze Sub Tanh TopK "
-    "Transpose Unsqueeze Where".split()
-)
+_OPERATORS = """
+Add And ArgMax Cast Concat Div Equal Erf Expand Gather Identity Less Log MatMul Mul Neg Not
+ReduceMax ReduceMean ReduceMin Reshape Sigmoid Slice Softmax Sqrt Squeeze Sub Tanh TopK Transpose
+Unsqueeze Where
+"""
+ALLOWED_OPS = frozenset(_OPERATORS.split())
 _INT32 = 2**31 - 1
 _BOUNDARY = {ir.DataType.INT32, ir.DataType.BOOL, ir.DataType.FLOAT, ir.DataType.FLOAT16}
 

@@ -119,7 +119,7 @@ def _near_ties(name: str, have: NDArray[Any], want: NDArray[Any], wanted: Output
         return 0
     if name == "next_token":
         logits = wanted["logits"]
-        gaps = [abs(logits[(*at, want[tuple(at)])] - logits[(*at, have[tuple(at)])]) for at in places]
+        gaps = [abs(logits[b, r, want[b, r]] - logits[b, r, have[b, r]]) for b, r in places]
         return sum(gap < 1e-4 for gap in gaps)
     return _swapped(places, have, want, wanted["draft_logprobs"])
 

@@ -42,6 +42,7 @@ from pspec.models.decoder import TargetGraph
 from pspec.models.drafter import Drafter, DrafterGraph
 from pspec.models.drafter_file import check_match, drafter_fingerprint, read_drafter
 from pspec.models.graph import GraphModel
+from pspec.progress import Watcher
 from pspec.runtime.bundle import GRAPH_FOLDER
 from pspec.runtime.manifest import (
     MANIFEST_FILE,
@@ -76,19 +77,6 @@ class ExportRequest:
     nodes: int = 8
     batch: int = 1
     force: bool = False
-
-
-class Watcher:
-    """Hears how an export goes; this one keeps silent."""
-
-    def stage(self, name: str, detail: str) -> None:
-        """A stage begins."""
-
-    def advance(self, done: int, total: int) -> None:
-        """Work inside the stage went on."""
-
-    def note(self, text: str) -> None:
-        """Something worth a line."""
 
 
 @dataclass
@@ -294,7 +282,7 @@ def _check_parity(job: _Job, specs: Sequence[GraphSpec]) -> list[ParityRow]:
         return msgspec.convert(job.finished["parity"], list[ParityRow])
     vocab = job.target.config.vocab_size
     wanted: dict[tuple[str, str], Outputs] = {}
-    inputs = {role: model for role, model in job.models.items()}
+    inputs = dict(job.models)
     job.watcher.stage("parity", f"PyTorch reference for {len(specs)} graphs")
     for spec in specs:
         for kind in ("fixed", "random"):
@@ -334,7 +322,7 @@ def _check_sizes(spec: GraphSpec, plan: ShapePlan) -> dict[str, int]:
 
 
 def _release(job: _Job) -> None:
-    """Drop the weights: the stages keep their names and shapes, which is all that is left to use."""
+    """Drop the weights; names and shapes of the stages are all that is left to use."""
     for model in job.models.values():
         for stage in model.stages:
             stage.module.to("meta")
@@ -440,5 +428,3 @@ def _fingerprint(job: _Job) -> str:
         repr(job.plan),
     ]
     return sha256("\n".join(parts).encode()).hexdigest()
-
-

@@ -47,7 +47,8 @@ def parity_picture(rows: Sequence[ParityRow]) -> str:
 
     total = height * (len(rows) + 2)
     bars = [
-        f'<text x="{left - 8}" y="{height * i + 30}" text-anchor="end">{row.graph} {row.inputs}</text>'
+        f'<text x="{left - 8}" y="{height * i + 30}" text-anchor="end">'
+        f"{row.graph} {row.inputs}</text>"
         f'<rect x="{left}" y="{height * i + 20}" width="{place(row.error) - left:.1f}" height="12" '
         f'fill="{"#2a7" if row.passed else "#c33"}"/>'
         for i, row in enumerate(rows)

@@ -135,7 +135,7 @@ def _dynamic_shape(value: Value, dims: Mapping[str, Any]) -> dict[int, Any]:
 
 
 def _torch_dim(dim: str, dims: Mapping[str, Any]) -> Any:
-    """torch knows multiples of a dim; a sum it has to work out by itself."""
+    """Torch knows multiples of a dim; a sum it has to work out by itself."""
     if "+" in dim:
         return Dim.AUTO
     factor, _, name = dim.rpartition("*")
@@ -143,7 +143,7 @@ def _torch_dim(dim: str, dims: Mapping[str, Any]) -> Any:
 
 
 def _group_variadic(module: torch.nn.Module, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """torch wants the shapes of ``*args`` as one tuple of their own."""
+    """Torch wants the shapes of ``*args`` as one tuple of their own."""
     code = module.forward.__code__
     if not code.co_flags & inspect.CO_VARARGS:
         return shapes

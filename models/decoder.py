@@ -83,7 +83,7 @@ class Prologue(nn.Module):
 def tree_visibility(
     tree_mask: Tensor, cache_length: Tensor, past_key: Tensor, group: int
 ) -> Tensor:
-    """``[B, 1, G * N, S + N]``: the filled cache and each node's ancestors, tiled for grouped heads."""
+    """``[B, 1, G * N, S + N]``: the filled cache and each node's ancestors, tiled per group."""
     batch, nodes, _ = tree_mask.shape
     slots = past_key.shape[2]
     slot = torch.arange(slots, dtype=torch.int32)
@@ -113,7 +113,7 @@ class Head(nn.Module):
 
 
 def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """``x[B, N, H]`` at ``rows[B, R]``: a Gather over the flattened rows (GatherND rejects int32)."""
+    """``x[B, N, H]`` at ``rows[B, R]``, by one Gather (TensorRT's GatherND rejects int32)."""
     batch, nodes, size = x.shape
     start = torch.arange(batch, dtype=torch.int32)[:, None] * nodes
     return functional.embedding(start.to(torch.int32) + rows, x.reshape(-1, size))
@@ -205,9 +205,9 @@ class TargetGraph:
         )
         blocks = [block_stage(f"layers.{i}", layer, i) for i, layer in enumerate(model.layers)]
         weights = {"norm.weight": "norm.weight"}
-        weights |= {"embed.weight": embed} if config.tied_head else {
-            "lm_head.weight": "lm_head.weight"
-        }
+        weights |= (
+            {"embed.weight": embed} if config.tied_head else {"lm_head.weight": "lm_head.weight"}
+        )
         head = Stage(
             "head",
             "head",

@@ -40,7 +40,6 @@ from pspec.models.graph import Stage, Value
 from pspec.models.layers import Attention, Block, Linear, Mlp, RMSNorm, RopeTable
 from pspec.models.rope import inverse_frequencies
 
-
 _TABLE = "embed_tokens.weight"
 
 
@@ -179,8 +178,12 @@ class Prologue(nn.Module):
         return torch.cat((feature, mask), dim=1)
 
     def _positions(self, token_ids: Tensor, token_count: Tensor, cache_length: Tensor) -> Tensor:
-        """Row r of the cache has position r; slot j stands j after the last real row."""
-        real = torch.arange(token_ids.shape[1], dtype=torch.int32)[None, :] + cache_length[:, None]
+        """Row r of the cache has position r; slot j stands j after the last real row.
+
+        Padding rows stand at the first row's position: the rotary table ends with the context.
+        """
+        row = torch.arange(token_ids.shape[1], dtype=torch.int32)[None, :]
+        real = torch.where(row < token_count[:, None], row, 0) + cache_length[:, None]
         if not self.masks:
             return real
         slot = torch.arange(self.masks, dtype=torch.int32)[None, :]
@@ -358,7 +361,14 @@ class DrafterGraph:
             f"layers.{index}",
             "drafter_first_block" if first else "drafter_block",
             module,
-            (f"hidden.{index}", "cos", "sin", "visible", f"past_key.{index}", f"past_value.{index}"),
+            (
+                f"hidden.{index}",
+                "cos",
+                "sin",
+                "visible",
+                f"past_key.{index}",
+                f"past_value.{index}",
+            ),
             (f"hidden.{index + 1}", f"new_key.{index}", f"new_value.{index}"),
             {f"block.{key}": f"drafter.layers.{index}.{key}" for key in layer.state_dict()},
         )

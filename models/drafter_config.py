@@ -129,8 +129,7 @@ def _contradictions(c: DrafterConfig) -> list[tuple[bool, str]]:
         ),
         (
             borrows and block.hidden_size != c.target_hidden_size,
-            f"block.hidden_size {block.hidden_size} is not target_hidden_size "
-            f"{c.target_hidden_size}, so embedding and head must be its own",
+            f"hidden_size {block.hidden_size} is not the target's: embedding and head must be own",
         ),
         (
             c.head == "target" and c.draft_vocab_size is not None,
@@ -142,8 +141,7 @@ def _contradictions(c: DrafterConfig) -> list[tuple[bool, str]]:
         ),
         (
             block.num_attention_heads % block.num_key_value_heads != 0,
-            f"num_attention_heads {block.num_attention_heads} is no multiple of "
-            f"num_key_value_heads {block.num_key_value_heads}",
+            f"{block.num_attention_heads} heads are no multiple of num_key_value_heads",
         ),
         (block.head_dim % 2 != 0, f"head_dim {block.head_dim} is odd"),
     ]

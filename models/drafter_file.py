@@ -53,7 +53,9 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{folder} is no drafter directory: no readable {path.name}") from error
+        raise CheckpointError(
+            f"{folder} is no drafter directory: no readable {path.name}"
+        ) from error
     try:
         return check_drafter(msgspec.json.decode(data, type=DrafterConfig))
     except msgspec.DecodeError as error:

@@ -15,6 +15,9 @@ from typing import Any, Protocol, cast
 import pspec.models
 from pspec.errors import ConfigError
 from pspec.models.config import TargetConfig
+from pspec.models.hf_config import HARMLESS, NEUTRAL
+
+_QUANTISED = ("quantization_config", "quantization", "compression_config")
 
 
 class Family(Protocol):
@@ -35,7 +38,7 @@ def resolve_target(config: Mapping[str, Any]) -> TargetConfig:
         ConfigError: an unknown ``model_type``, a multimodal wrapper, a quantised checkpoint, or
             any field that is missing, inconsistent, unknown or unsupported.
     """
-    for key in ("quantization_config", "quantization", "compression_config"):
+    for key in _QUANTISED:
         if config.get(key) is not None:
             raise ConfigError(f"{key}: quantised checkpoints are not supported; use the original")
     nested = [k for k, v in config.items() if _is_wrapped(k, v)]
@@ -44,12 +47,13 @@ def resolve_target(config: Mapping[str, Any]) -> TargetConfig:
             f"{', '.join(nested)}: wrappers of several models are not supported; use a text-only "
             "checkpoint"
         )
-    values = {k: v for k, v in config.items() if k not in ("quantization_config", "quantization")}
+    values = {key: value for key, value in config.items() if key not in _QUANTISED}
     return find_family(config.get("model_type")).resolve(values)
 
 
 def _is_wrapped(key: str, value: object) -> bool:
-    return key.endswith("_config") and key != "transformers.js_config" and value is not None
+    known = key in HARMLESS or key in NEUTRAL
+    return key.endswith("_config") and isinstance(value, Mapping) and not known
 
 
 def find_family(model_type: object) -> Family:

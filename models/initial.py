@@ -38,7 +38,7 @@ def initial_config(target: Decoder, *, slots: int = 5, num_layers: int = 1) -> D
 
 
 def initial_drafter(target: Decoder, config: DrafterConfig, *, seed: int = 0) -> Drafter:
-    """Fill a drafter from the target where shapes agree, and with small random numbers elsewhere."""
+    """Fill a drafter from the target where shapes agree, with small random numbers elsewhere."""
     drafter = Drafter(config).requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in drafter.named_parameters():

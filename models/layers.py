@@ -160,7 +160,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm decoder block: ``(hidden, cos, sin, visible, past) -> (hidden, new key, new value)``."""
+    """Pre-norm decoder block: new hidden state, and the key and value rows of its tokens."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()

@@ -69,7 +69,11 @@ def parse_manifest(data: bytes) -> Manifest:
     if version != SCHEMA_VERSION:
         raise BundleError(
             f"{MANIFEST_FILE} has schema version {version}, this release reads {SCHEMA_VERSION}: "
-            + ("update pspec" if isinstance(version, int) and version > SCHEMA_VERSION else "export again")
+            + (
+                "update pspec"
+                if isinstance(version, int) and version > SCHEMA_VERSION
+                else "export again"
+            )
         )
     try:
         return msgspec.json.decode(data, type=Manifest)

@@ -69,7 +69,8 @@ class Cache:
 
     def rows(self, row: int) -> Array:
         """A copy of what counts, ``[layers, 2, heads, length, D]``."""
-        return self.view[:, :, row, :, : self.lengths[row]].copy()
+        rows: Array = self.view[:, :, row, :, : self.lengths[row]].copy()
+        return rows
 
     def _layout(self, bucket: int) -> Array:
         shape = (*self._shape, bucket, self._size)

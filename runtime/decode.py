@@ -93,7 +93,7 @@ class Decoding:
             yield block
 
     def _round(self, limit: int) -> Block:
-        """Draft, tree, verify, accept, commit: at most ``limit`` tokens in the sequence after it."""
+        """Draft, tree, verify, accept, commit; the sequence never grows beyond ``limit`` tokens."""
         start, engines = time.perf_counter(), self._engine_seconds()
         tree = self._draft_tree(limit - len(self.ids))
         wanted = self.target.verify(tree)

@@ -103,7 +103,7 @@ class ParallelDrafter:
         self._waiting = stop
 
     def _feed(self, count: int, size: int) -> Binding:
-        """Run the first ``count`` waiting pairs through the shape of ``size`` and keep their rows."""
+        """Run the first ``count`` waiting pairs through a shape of ``size`` and keep their rows."""
         binding = self.engine.bind(size)
         inputs = binding.inputs
         inputs["token_ids"][0, :count] = self._tokens[:count]

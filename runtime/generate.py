@@ -111,9 +111,7 @@ class Generation:
 class Generator:
     """A bundle ready to answer: its text layer and its engines, opened once."""
 
-    def __init__(
-        self, bundle: Bundle, *, engine: str = "auto", threads: int | None = None
-    ) -> None:
+    def __init__(self, bundle: Bundle, *, engine: str = "auto", threads: int | None = None) -> None:
         self.bundle = bundle
         self.text = Text.open(bundle.folder)
         self.engine = engine
@@ -169,7 +167,7 @@ class Generator:
         config = config or GenerationConfig()
         ids = self._prompt_ids(prompt)
         decoding = self.decode(config, drafter)
-        return self._stream(ids, decoding, config)
+        return self.stream(ids, decoding, config)
 
     def decode(self, config: GenerationConfig, drafter: Drafter | None = None) -> Decoding:
         """The token-level state for a request; ``drafter`` replaces the configured one.
@@ -198,9 +196,10 @@ class Generator:
             self._eos(config),
         )
 
-    def _stream(
+    def stream(
         self, ids: list[int], decoding: Decoding, config: GenerationConfig
     ) -> Iterator[Chunk]:
+        """Text over a token-level state made by :meth:`decode`."""
         start = time.perf_counter()
         writer = _Writer(self.text, config.stop_strings)
         reason: FinishReason | None = None
@@ -226,12 +225,12 @@ class Generator:
             seconds=time.perf_counter() - start,
         )
 
-    def _prompt_ids(
-        self, prompt: str | Sequence[Mapping[str, Any]] | Sequence[int]
-    ) -> list[int]:
-        if isinstance(prompt, str) or (prompt and not isinstance(prompt[0], int)):
-            return self._checked(self.encode(prompt))  # type: ignore[arg-type]
-        return self._checked([int(token) for token in prompt])  # type: ignore[call-overload]
+    def _prompt_ids(self, prompt: str | Sequence[Mapping[str, Any]] | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self._checked(self.text.encode(prompt))
+        tokens = [item for item in prompt if isinstance(item, int)]
+        messages = [item for item in prompt if not isinstance(item, int)]
+        return self._checked(tokens if tokens or not messages else self.encode(messages))
 
     def _checked(self, ids: list[int]) -> list[int]:
         vocab = self.bundle.manifest.target.vocab_size

@@ -20,7 +20,7 @@ class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pass
 
 
-class TensorSpec(_Strict):
+class TensorSpec(_Strict, frozen=True):
     """One graph input or output; a dim is a number, or in the symbolic graph a name."""
 
     name: str
@@ -28,7 +28,7 @@ class TensorSpec(_Strict):
     dtype: DType
 
 
-class GraphSpec(_Strict):
+class GraphSpec(_Strict, frozen=True):
     """One ONNX file. ``sizes`` are the numbers its symbolic dims were frozen to."""
 
     file: str
@@ -42,7 +42,7 @@ class GraphSpec(_Strict):
         return not self.sizes
 
 
-class StoredTensor(_Strict):
+class StoredTensor(_Strict, frozen=True):
     """Where a tensor lies in ``graphs/weights.data``; equal tensors share an offset."""
 
     name: str
@@ -52,7 +52,7 @@ class StoredTensor(_Strict):
     bytes: int
 
 
-class CacheSpec(_Strict):
+class CacheSpec(_Strict, frozen=True):
     """Shape of a model's cache: ``[layers, 2, batch, heads, slots, size]``."""
 
     layers: int
@@ -60,7 +60,7 @@ class CacheSpec(_Strict):
     size: int
 
 
-class TargetSpec(_Strict):
+class TargetSpec(_Strict, frozen=True):
     """The target. ``features`` are HF ``hidden_states`` boundaries, ``last`` the normed state."""
 
     family: str
@@ -74,7 +74,7 @@ class TargetSpec(_Strict):
     eos_token_ids: tuple[int, ...]
 
 
-class ParallelSpec(_Strict):
+class ParallelSpec(_Strict, frozen=True):
     """The runtime's view of a parallel drafter; ``config`` is its own file, for the record."""
 
     slots: int
@@ -85,7 +85,7 @@ class ParallelSpec(_Strict):
     config: dict[str, object]
 
 
-class ShapePlan(_Strict):
+class ShapePlan(_Strict, frozen=True):
     """Static shapes of the bundle.
 
     Attributes:
@@ -107,12 +107,14 @@ class ShapePlan(_Strict):
         return self.buckets[-1]
 
 
-class FileHash(_Strict):
+class FileHash(_Strict, frozen=True):
+    """Size and hash of a file."""
+
     bytes: int
     sha256: str
 
 
-class Manifest(_Strict):
+class Manifest(_Strict, frozen=True):
     """The whole file."""
 
     schema_version: int

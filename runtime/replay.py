@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from pspec.runtime.tree import Proposal
 
 Kind = Literal["oracle", "anti-oracle", "second-best"]
-_SECOND = ((0.6, 0.4), "probabilities of the wrong and the right token of a second-best slot")
+SECOND_BEST = (0.6, 0.4)
+"""Probabilities of the wrong and of the right token in every slot of a second-best drafter."""
 
 
 class ReplayDrafter:
@@ -48,7 +49,7 @@ class ReplayDrafter:
             return Proposal(right[:, None], np.zeros((right.size, 1), np.float32))
         if self._kind == "anti-oracle":
             return Proposal(wrong[:, None], np.zeros((right.size, 1), np.float32))
-        logprobs = np.log(np.tile(np.float32(_SECOND[0]), (right.size, 1)))
+        logprobs = np.log(np.tile(np.asarray(SECOND_BEST, np.float32), (right.size, 1)))
         return Proposal(np.stack((wrong, right), axis=1), logprobs)
 
     def truncate(self, tokens: int) -> None:

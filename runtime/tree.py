@@ -85,7 +85,7 @@ def best_first(root: int, proposal: Proposal, nodes: int, depth: int) -> Tree:
 
 @dataclass(frozen=True)
 class TreePlan:
-    """A tree planned ahead: node ``i + 1`` hangs under ``parents[i]`` and takes rank ``ranks[i]``."""
+    """A tree planned ahead: node i + 1 hangs under ``parents[i]`` and takes rank ``ranks[i]``."""
 
     parents: tuple[int, ...]
     ranks: tuple[int, ...]

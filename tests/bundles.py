@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import make_hf
 
 from pspec.export.pipeline import ExportRequest, export_bundle
 from pspec.models.checkpoint import load_target
@@ -15,6 +14,7 @@ from pspec.models.drafter import Drafter
 from pspec.models.drafter_config import DrafterConfig, check_drafter
 from pspec.models.drafter_file import write_drafter
 from pspec.models.initial import initial_config
+from tiny import make_hf
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,9 @@ def tiny_bundle(
     hf_model, target_folder = make_hf(family, folder / "target")
     target = load_target(str(target_folder))
     base = initial_config(target.decoder, slots=4)
-    config = DrafterConfig(**{name: getattr(base, name) for name in base.__struct_fields__} | (drafter or {}))
+    config = DrafterConfig(
+        **{name: getattr(base, name) for name in base.__struct_fields__} | (drafter or {})
+    )
     write_drafter(random_drafter(config), folder / "drafter")
     options: dict[str, Any] = {"max_context": 96, "nodes": 8} | request
     bundle = export_bundle(

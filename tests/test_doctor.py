@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
-from pspec import doctor
+from pspec import doctor, show
 from pspec.doctor import Device, Library, Machine, Report, Row, examine
+from pspec.runtime.engines import ENGINES
 
 ROOT = Path(__file__).resolve().parents[1]
 RTX = Device("an RTX GPU", "8.9", 24.0)
@@ -75,6 +78,11 @@ class Fake(Machine):
         return 50 << 30
 
 
+@pytest.fixture
+def every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "ENGINES", ("onnxruntime", "tensorrt", "tensorrt-rtx"))
+
+
 def row(report: Report, name: str) -> Row:
     (found,) = [row for row in report.rows if row.name == name]
     return found
@@ -91,6 +99,7 @@ def test_runtime_only_machine_runs_and_names_the_extra_it_lacks() -> None:
     assert row(report, "tensorrt-rtx").fix.endswith('-m pip install "pspec-toolkit[rtx]"')
 
 
+@pytest.mark.usefixtures("every_engine")
 def test_full_workstation() -> None:
     installed = {**RUNTIME, **EXPORT, "tensorrt-rtx": "1.7.1", "cuda-bindings": "13.0.0"}
     report = examine(Fake(installed, devices=(RTX,)))
@@ -139,6 +148,7 @@ def test_old_library_is_missing_with_both_versions() -> None:
     assert not report.exports
 
 
+@pytest.mark.usefixtures("every_engine")
 def test_jetson_takes_tensorrt_from_jetpack() -> None:
     files = {"/etc/nv_tegra_release": "# R36 (release), REVISION: 4.3, GCID: 1, BOARD: generic"}
     machine = Fake(RUNTIME, devices=(ORIN,), files=files, arch="aarch64")
@@ -155,6 +165,7 @@ def test_jetson_takes_tensorrt_from_jetpack() -> None:
     assert report.runs == ("onnxruntime", "tensorrt")
 
 
+@pytest.mark.usefixtures("every_engine")
 def test_rtx_engines_do_not_run_on_other_gpus() -> None:
     installed = {**RUNTIME, "tensorrt-rtx": "1.7.1", "cuda-bindings": "13.0.0"}
     report = examine(Fake(installed, devices=(Device("a data-centre GPU", "9.0", 140.0),)))
@@ -162,6 +173,7 @@ def test_rtx_engines_do_not_run_on_other_gpus() -> None:
     assert report.runs == ("onnxruntime",)
 
 
+@pytest.mark.usefixtures("every_engine")
 def test_tensorrt_without_a_device_neither_builds_nor_runs() -> None:
     report = examine(Fake({**RUNTIME, "tensorrt": "10.16.1", "cuda-bindings": "13.0.0"}))
     assert report.builds == ()
@@ -209,6 +221,20 @@ def test_checkout_without_install_installs_itself() -> None:
 )
 def test_release_numbers(version: str, parts: tuple[int, ...]) -> None:
     assert doctor.release(version) == parts
+
+
+def test_engine_that_this_release_lacks_is_not_said_to_run() -> None:
+    installed = {**RUNTIME, "tensorrt": "10.16.1", "cuda-bindings": "13.0.0"}
+    report = examine(Fake(installed, devices=(RTX,)))
+    assert report.builds == ("tensorrt",)
+    assert report.runs == tuple(name for name in ("onnxruntime", "tensorrt") if name in ENGINES)
+
+
+def test_table_shows_the_whole_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.StringIO()
+    monkeypatch.setattr(show, "console", Console(file=output, width=300))
+    show.show_report(examine(Fake(RUNTIME)))
+    assert '"pspec-toolkit[export]"' in output.getvalue()
 
 
 def test_report_is_plain_json() -> None:

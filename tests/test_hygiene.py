@@ -130,6 +130,34 @@ for info in pkgutil.walk_packages(pspec.runtime.__path__, "pspec.runtime."):
     assert done.returncode == 0, done.stderr
 
 
+def test_imports_are_declared() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no TOML reader")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = {"": project["dependencies"], **project["optional-dependencies"]}
+    names = {group: {_module(entry) for entry in entries} for group, entries in groups.items()}
+    lean = {"", "cpu", "rtx", "tensorrt", "cuda", "serve"}
+    known = {"pspec", "__future__", *sys.stdlib_module_names}
+    for folder in (*FOLDERS, "src/pspec"):
+        groups_of_folder = lean if folder == "runtime" else names.keys() - {"dev"}
+        allowed = known.union(*(names[group] for group in groups_of_folder))
+        paths = (ROOT / folder).glob("*.py") if folder == "src/pspec" else sources(folder)
+        found = [
+            f"{path.relative_to(ROOT)}:{line} imports {name}"
+            for path in paths
+            for line, name in imports(path)
+            if name.partition(".")[0] not in allowed
+        ]
+        assert not found, "\n".join(found)
+
+
+def _module(requirement: str) -> str:
+    """What a requirement imports as."""
+    match = re.match(r"[\w-]+", requirement)
+    assert match is not None
+    name = match[0].lower().replace("-", "_")
+    return {"cuda_bindings": "cuda", "onnxruntime_gpu": "onnxruntime"}.get(name, name)
+
+
 def test_only_the_command_line_prints() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"

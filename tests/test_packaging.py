@@ -100,7 +100,7 @@ def test_wheel_is_pure_and_carries_its_licence(wheel: Path) -> None:
 @pytest.mark.slow
 def test_base_is_light_and_no_extra_brings_the_model(metadata: Message) -> None:
     extras = requirements(metadata)
-    assert extras[""] == {"jinja2", "msgspec", "numpy", "rich", "tokenizers", "typer"}
+    assert extras[""] == {"click", "jinja2", "msgspec", "numpy", "rich", "tokenizers"}
     assert extras["cpu"] == {"onnxruntime"}
     assert extras["gpu"] == {"onnxruntime-gpu"}
     everything = set().union(*extras.values())

@@ -39,7 +39,7 @@ def help_of(program: str, command: str | None) -> str:
     arguments = [command] if command else []
     done = subprocess.run(
         [sys.executable, "-c", f"from pspec.cli import {entry}; {entry}()", *arguments, "--help"],
-        env={"PYTHONPATH": str(ROOT / "src"), "TYPER_USE_RICH": "0", "COLUMNS": "200"},
+        env={"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"},
         capture_output=True,
         text=True,
         check=False,

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import LLAMA3_ROPE
-from transformers import AutoConfig
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pspec.errors import ConfigError
 from pspec.models.config import Llama3Scaling, RopeConfig
 from pspec.models.rope import inverse_frequencies, resolve_rope
+from tiny import LLAMA3_ROPE
 
 SCALING = {
     "factor": 8.0,
@@ -114,7 +114,7 @@ def test_refusals_name_the_field(config: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 5e5}, LLAMA3_ROPE])
 @pytest.mark.parametrize("size", [24, 64])
 def test_frequencies_equal_transformers(rope: dict[str, Any], size: int) -> None:
-    config = AutoConfig.for_model("llama", head_dim=size, rope_parameters=dict(rope))
+    config = LlamaConfig(head_dim=size, rope_parameters=dict(rope))
     expected = LlamaRotaryEmbedding(config).inv_freq.double()
 
     found = inverse_frequencies(resolve_rope({"rope_parameters": rope}), size)

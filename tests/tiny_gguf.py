@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quants
-from tiny import EOS_ID, TEMPLATE, make_tokenizer
 from transformers import PreTrainedModel
+
+from tiny import EOS_ID, TEMPLATE, make_tokenizer
 
 Kind = GGMLQuantizationType
 _PARTS = {

@@ -1,3 +1,3 @@
-"""Parallel-drafter speculative decoding: PyTorch to static ONNX graphs to engine files, run from Python."""
+"""Speculative decoding with parallel drafters: PyTorch to static ONNX graphs to engines."""
 
 __version__ = "0.1.0"

@@ -17,7 +17,9 @@ from pspec.errors import PspecError
 BUNDLE = click.argument("bundle", type=click.Path(path_type=Path))
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 ENGINE = click.option("--engine", default="auto", show_default=True, help="Engine to run on.")
-THREADS = click.option("--threads", type=click.IntRange(1), help="CPU threads; one a core if unset.")
+THREADS = click.option(
+    "--threads", type=click.IntRange(1), help="CPU threads; one a core if unset."
+)
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 

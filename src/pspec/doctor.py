@@ -23,6 +23,7 @@ from typing import Any, Literal
 import msgspec
 
 import pspec
+from pspec.runtime.engines import ENGINES
 
 Area = Literal["machine", "export", "build", "run"]
 State = Literal["ok", "warn", "missing", "fail"]
@@ -63,9 +64,9 @@ class Report(msgspec.Struct, frozen=True):
     exports: bool
     """Whether a checkpoint can be turned into a bundle here."""
     builds: tuple[str, ...]
-    """Engines that can be built here."""
+    """Engines whose compiler works here."""
     runs: tuple[str, ...]
-    """Engines that can run here."""
+    """Engines of this release that can run here."""
 
     @property
     def failed(self) -> bool:
@@ -99,7 +100,6 @@ LIBRARIES = (
     Library("export", "onnx-ir", "export", "1.0"),
     Library("export", "onnxscript", "export", "0.7"),
     Library("export", "gguf", "export", "0.17"),
-    Library("export", "accelerate", "export", "1.0"),
     Library("build", "tensorrt-rtx", "rtx", "1.5", "tensorrt_rtx", required=False),
     Library("build", "tensorrt", "tensorrt", "10.3", "tensorrt", required=False),
     Library("build", "polygraphy", "dev", "0.49", required=False),
@@ -193,7 +193,7 @@ def examine(machine: Machine | None = None) -> Report:
 def engines(
     machine: Machine, devices: Sequence[Device] | None, states: dict[str, State]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Engines that can be built here, and engines that can run here."""
+    """Engines whose compiler works here, and engines that this release can run here."""
     builds: list[str] = []
     runs: list[str] = []
     # The TensorRT engines keep their buffers on the device through cuda-bindings.
@@ -210,7 +210,7 @@ def engines(
     if states["tensorrt-rtx"] == "ok":
         builds.append("tensorrt-rtx")
         runs += ["tensorrt-rtx"] if capabilities & RTX_CAPABILITIES else []
-    return tuple(builds), tuple(runs)
+    return tuple(builds), tuple(name for name in runs if name in ENGINES)
 
 
 def machine_rows(machine: Machine, devices: Sequence[Device] | None) -> Iterator[Row]:

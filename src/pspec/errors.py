@@ -1,4 +1,4 @@
-"""The errors a user can cause. Every one is a single line: what was wrong, and what would be right."""
+"""The errors a user can cause, each one line: what was wrong, and what would be right."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from pspec.doctor import Report
 from pspec.errors import BundleError
+from pspec.progress import Watcher
 from pspec.runtime.bundle import open_bundle
 from pspec.runtime.manifest import Manifest, ShapePlan
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 console = Console()
 
 
-class Progress:
+class Progress(Watcher):
     """An export's watcher: one bar a stage on a terminal, one line a stage elsewhere."""
 
     def __init__(self) -> None:
@@ -76,7 +77,8 @@ def show_plan(
     _facts(
         f"{request.output} (dry run: nothing is written)",
         {
-            "target": f"{target_name(target)}, {target.config.family}, {target.config.num_layers} layers",
+            "target": f"{target_name(target)}, {target.config.family}",
+            "layers": target.config.num_layers,
             "drafter": f"{request.drafter}, {drafter.config.slots} slots" if drafter else "none",
             "precision": request.precision,
             "platform": request.platform,
