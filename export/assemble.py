@@ -104,6 +104,12 @@ def _shape(value: Value, sizes: Mapping[str, int]) -> ir.Shape:
 
 
 def _clean(model: ir.Model) -> None:
+    # The tracer's notes name files of this machine, and outweigh the graph.
+    for node in model.graph:
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
     for step in (
         passes.RemoveUnusedNodesPass(),
         passes.DeduplicateInitializersPass(size_limit=1024),

@@ -20,6 +20,7 @@ Unsqueeze Where
 ALLOWED_OPS = frozenset(_OPERATORS.split())
 _INT32 = 2**31 - 1
 _BOUNDARY = {ir.DataType.INT32, ir.DataType.BOOL, ir.DataType.FLOAT, ir.DataType.FLOAT16}
+_INSIDE = _BOUNDARY | {ir.DataType.INT64}
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ def _node_findings(node: ir.Node) -> list[Finding]:
         findings.append(Finding(where, f"operator {node.op_type} is not in the portable set"))
     for value in node.outputs:
         findings += _shape_findings(where, value)
+        if value.dtype not in _INSIDE:
+            findings.append(Finding(where, f"{value.name} is {value.dtype}, which is not portable"))
     return findings
 
 
@@ -82,6 +85,6 @@ def _constant_findings(value: ir.Value) -> list[Finding]:
     if tensor.dtype != ir.DataType.INT64 or isinstance(tensor, ir.ExternalTensor):
         return []
     numbers = np.asarray(tensor.numpy())
-    if numbers.size and np.abs(numbers).max() > _INT32:
+    if (numbers.clip(-_INT32, _INT32) != numbers).any():  # abs() of the least int64 is negative
         return [Finding(str(value.name), "an int64 constant does not fit 32 bits")]
     return []

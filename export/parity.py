@@ -51,28 +51,36 @@ class ParityRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def make_feeds(model: GraphModel, sizes: Mapping[str, int], kind: str, vocab: int) -> Feeds:
-    """Inputs for a shape: a branching tree over a partly filled cache, small or random numbers."""
+    """Inputs for a shape: a branching tree over caches filled to different lengths."""
     seed = zlib.crc32(repr((kind, sorted(sizes.items()))).encode())
     rng = np.random.default_rng(seed)
     feeds = {value.name: _fill(value, sizes, kind, rng) for value in model.inputs}
-    count = feeds["token_ids"].shape[1]
-    filled = sizes["slots"] - count if sizes["slots"] > count else 0
-    filled = filled // 2 if kind == "fixed" else int(rng.integers(0, filled + 1))
+    batch, count = feeds["token_ids"].shape
+    room = max(sizes["slots"] - count, 0)
+    shares = room // np.arange(2, batch + 2)
+    filled = shares if kind == "fixed" else rng.integers(0, room + 1, batch)
     feeds["cache_length"][:] = filled
     feeds["token_ids"][:] = rng.integers(0, vocab, feeds["token_ids"].shape)
     if "tree_mask" in feeds:
-        parents = [-1, *(int(rng.integers(0, node)) for node in range(1, count))]
-        depths = np.zeros(count, np.int32)
-        for node, parent in enumerate(parents):
-            feeds["tree_mask"][:, node, node] = True
-            if parent >= 0:
-                feeds["tree_mask"][:, node] |= feeds["tree_mask"][:, parent]
-                depths[node] = depths[parent] + 1
-        feeds["position_ids"][:] = filled + depths
+        depths = _fill_tree(feeds["tree_mask"], rng)
+        feeds["position_ids"][:] = filled[:, None] + depths
         feeds["logit_rows"][:] = np.arange(sizes["rows"]) + count - sizes["rows"]
     if "token_count" in feeds:
         feeds["token_count"][:] = rng.integers(1, count + 1, feeds["token_count"].shape)
     return feeds
+
+
+def _fill_tree(tree_mask: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
+    """Set the mask of a random tree; returns the depth of every node."""
+    count = tree_mask.shape[1]
+    depths = np.zeros(count, np.int32)
+    tree_mask[:, 0, 0] = True
+    for node in range(1, count):
+        parent = int(rng.integers(0, node))
+        tree_mask[:, node] = tree_mask[:, parent]
+        tree_mask[:, node, node] = True
+        depths[node] = depths[parent] + 1
+    return depths
 
 
 def torch_outputs(model: GraphModel, feeds: Feeds) -> Outputs:
@@ -100,16 +108,25 @@ def _compare(graph: str, kind: str, got: Outputs, wanted: Outputs) -> ParityRow:
     error, equal, total, near = 0.0, 0, 0, 0
     for name, want in wanted.items():
         have = got[name]
+        if have.shape != want.shape or have.dtype != want.dtype:
+            error = float("inf")
+            continue
         if want.dtype.kind == "f":
-            scale = max(1.0, float(np.abs(want).max(initial=0.0)))
-            worst = float(np.abs(have - want).max(initial=0.0)) / scale
-            error = max(error, worst if np.isfinite(have).all() else float("inf"))
+            error = max(error, _difference(have, want))
             continue
         same = have == want
         equal, total = equal + int(same.sum()), total + same.size
         near += _near_ties(name, have, want, wanted)
     agree = equal / total if total else 1.0
     return ParityRow(graph, kind, error, agree, near, error <= TOLERANCE and equal + near == total)
+
+
+def _difference(have: NDArray[Any], want: NDArray[Any]) -> float:
+    """Infinite where either is not finite: a NaN compares as neither small nor large."""
+    if not (np.isfinite(have).all() and np.isfinite(want).all()):
+        return float("inf")
+    scale = max(1.0, float(np.abs(want).max(initial=0.0)))
+    return float(np.abs(have - want).max(initial=0.0)) / scale
 
 
 def _near_ties(name: str, have: NDArray[Any], want: NDArray[Any], wanted: Outputs) -> int:

@@ -7,6 +7,9 @@ its finished stages there. A run that fails for a reason of its input leaves not
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import platform
 import shutil
 from collections.abc import Iterable, Sequence
@@ -43,7 +46,7 @@ from pspec.models.drafter import Drafter, DrafterGraph
 from pspec.models.drafter_file import check_match, drafter_fingerprint, read_drafter
 from pspec.models.graph import GraphModel
 from pspec.progress import Watcher
-from pspec.runtime.bundle import GRAPH_FOLDER
+from pspec.runtime.bundle import GRAPH_FOLDER, write_manifest
 from pspec.runtime.manifest import (
     MANIFEST_FILE,
     SCHEMA_VERSION,
@@ -107,8 +110,7 @@ def plan_export(request: ExportRequest) -> tuple[LoadedTarget, Drafter | None, S
         raise ConfigError(f"--precision {request.precision} is not there yet: use fp32")
     if request.platform != "generic":
         raise ConfigError(f"--platform {request.platform} is not there yet: use generic")
-    if request.output.exists() and not request.force:
-        raise ConfigError(f"{request.output} is in use: choose another --output or pass --force")
+    _check_output(request)
     drafter = read_drafter(request.drafter) if request.drafter else None
     target = load_target(request.target)
     if drafter is not None and request.drafter is not None:
@@ -123,6 +125,31 @@ def plan_export(request: ExportRequest) -> tuple[LoadedTarget, Drafter | None, S
     return target, drafter, plan
 
 
+def _check_output(request: ExportRequest) -> None:
+    """Refuse a place that cannot be written or that holds what is to be read."""
+    output = request.output
+    if os.path.lexists(output) and not request.force:
+        raise ConfigError(f"{output} is in use: choose another --output or pass --force")
+    drafter = [request.drafter] if request.drafter else []
+    for source in (Path(request.target), *drafter, Path.cwd()):
+        read = source.expanduser().resolve()
+        if output.resolve() in (read, *read.parents) and read.exists():
+            raise ConfigError(f"--output {output} would replace {source}: choose another")
+    with disk_errors(output):
+        place = _missing_parents(output)[0].parent
+        if not place.is_dir():
+            raise ConfigError(f"--output {output}: {place} is not a folder")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "not writable", str(place))
+
+
+def _missing_parents(output: Path) -> list[Path]:
+    """``output`` and the folders above it that are not there yet, from the top."""
+    output = output.absolute()
+    missing = [path for path in output.parents if not os.path.lexists(path)]
+    return [*reversed(missing), output]
+
+
 def export_bundle(request: ExportRequest, watcher: Watcher | None = None) -> Path:
     """Export, and return the bundle's folder.
 
@@ -134,6 +161,7 @@ def export_bundle(request: ExportRequest, watcher: Watcher | None = None) -> Pat
     target, drafter, plan = plan_export(request)
     output = request.output.absolute()
     folder = output.with_name(f".{output.name}.partial")
+    made = _missing_parents(output)[:-1]
     models = _graph_models(target, drafter, plan)
     job = _Job(request, folder, watcher, target, drafter, plan, models)
     try:
@@ -146,6 +174,9 @@ def export_bundle(request: ExportRequest, watcher: Watcher | None = None) -> Pat
             _publish(job, stored, specs, output)
     except (PspecError, OSError):
         shutil.rmtree(folder, ignore_errors=True)
+        for parent in reversed(made):
+            with contextlib.suppress(OSError):
+                parent.rmdir()
         raise
     return request.output
 
@@ -183,6 +214,8 @@ def _resume(job: _Job) -> None:
     elif len(finished) > 1:
         job.watcher.note(f"resuming: {', '.join(sorted(finished.keys() - {'key'}))} already done")
     job.graphs.mkdir(parents=True, exist_ok=True)
+    for stale in job.folder.rglob("*.partial"):  # of a process that was killed
+        stale.unlink()
     job.finished = finished
 
 
@@ -338,8 +371,8 @@ def _publish(
     job: _Job, stored: Sequence[StoredTensor], specs: Sequence[GraphSpec], output: Path
 ) -> None:
     job.watcher.stage("publish", str(job.request.output))
-    (job.folder / _PROGRESS_FILE).unlink()
-    files = sorted(path for path in job.folder.rglob("*") if path.is_file())
+    own = (_PROGRESS_FILE, MANIFEST_FILE)
+    files = sorted(p for p in job.folder.rglob("*") if p.is_file() and p.name not in own)
     hashes = {}
     for number, path in enumerate(files, start=1):
         name = path.relative_to(job.folder).as_posix()
@@ -358,8 +391,8 @@ def _publish(
         provenance=_provenance(job, stored),
         files=hashes,
     )
-    text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-    write_file(job.folder / MANIFEST_FILE, text + b"\n")
+    write_manifest(job.folder, manifest)
+    (job.folder / _PROGRESS_FILE).unlink()
     publish_folder(job.folder, output)
 
 
@@ -402,14 +435,20 @@ def _drafter_spec(job: _Job) -> ParallelSpec | None:
 
 
 def _provenance(job: _Job, stored: Sequence[StoredTensor]) -> dict[str, str]:
+    return {
+        **_versions(),
+        "target_fingerprint": job.target.fingerprint,
+        "drafter_fingerprint": _drafter_key(job.request),
+        "weight_bytes": str(unique_bytes(stored)),
+    }
+
+
+def _versions() -> dict[str, str]:
     packages = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime")
     return {
         "pspec": pspec.__version__,
         "python": platform.python_version(),
         **{name: version(name) for name in packages},
-        "target_fingerprint": job.target.fingerprint,
-        "drafter_fingerprint": _drafter_key(job.request),
-        "weight_bytes": str(unique_bytes(stored)),
     }
 
 
@@ -420,7 +459,7 @@ def _drafter_key(request: ExportRequest) -> str:
 def _fingerprint(job: _Job) -> str:
     request = job.request
     parts = [
-        pspec.__version__,
+        repr(_versions()),
         job.target.fingerprint,
         _drafter_key(request),
         request.precision,

@@ -19,6 +19,8 @@ import onnx_ir as ir
 import torch
 from onnx_ir.passes import common as passes
 from onnxscript import optimizer
+from onnxscript.rewriter import RewritePass
+from onnxscript.rewriter.rules.common import squeeze_reshape_1d_rule
 from torch.export import Dim
 
 from pspec.models.graph import TORCH_TYPES, GraphModel, Stage, Value
@@ -30,6 +32,8 @@ IR_VERSION = 8
 _EXAMPLE_SIZES = (7, 23, 5, 11)
 """Sizes while tracing, one a symbolic dim: all different, and no size that torch specialises."""
 _MAX_DIM = 1 << 20
+_FOLD_LIMIT = 4 * _MAX_DIM
+"""Bytes of the largest constant made by folding: the numbers of the cache's slots."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +104,28 @@ def freeze_stage(traced: TracedStage, sizes: Mapping[str, int]) -> ir.Model:
         for value in node.outputs:
             if id(value) not in ends:
                 value.shape = None
-    optimizer.optimize(model)
-    for step in (passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),):
-        step(model)
+    _simplify(model)
     _narrow_constants(graph)
     return model
+
+
+def _simplify(model: ir.Model) -> None:
+    """Fold constants and tidy up.
+
+    ``optimizer.optimize`` would do more: to it an epsilon of 1e-8 is zero and need not be added.
+    """
+    for _ in range(2):  # a folded size may make more foldable
+        optimizer.fold_constants(model, onnx_shape_inference=True, output_size_limit=_FOLD_LIMIT)
+        RewritePass([squeeze_reshape_1d_rule])(model)
+        passes.RemoveUnusedNodesPass()(model)
+    for step in (
+        passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        passes.DeduplicateInitializersPass(),
+        passes.CommonSubexpressionEliminationPass(),
+        passes.OutputFixPass(),
+        passes.NameFixPass(),
+    ):
+        step(model)
 
 
 def size_of(dim: int | str, sizes: Mapping[str, int]) -> int:
@@ -159,8 +180,9 @@ def _narrow_constants(graph: ir.Graph) -> None:
         if tensor is None or tensor.dtype != ir.DataType.INT64:
             continue
         numbers = tensor.numpy()
-        if numbers.size and abs(int(numbers.max(initial=0))) > limit:
-            value.const_value = ir.tensor(numbers.clip(-limit, limit), name=value.name)
+        narrow = numbers.clip(-limit, limit)
+        if (narrow != numbers).any():
+            value.const_value = ir.tensor(narrow, name=value.name)
 
 
 @contextlib.contextmanager

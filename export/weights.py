@@ -7,7 +7,7 @@ are stored once and known under each of their names.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -65,8 +65,3 @@ def external_tensors(stored: Iterable[StoredTensor], folder: Path) -> dict[str, 
 def unique_bytes(stored: Iterable[StoredTensor]) -> int:
     """Bytes of the distinct tensors."""
     return sum({tensor.offset: tensor.bytes for tensor in stored if tensor.bytes}.values())
-
-
-def named_tensors(weights: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-    """Pairs in a stable order."""
-    return sorted(weights.items())

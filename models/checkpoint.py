@@ -63,13 +63,13 @@ def load_target(source: str, *, cache_dir: Path | None = None) -> LoadedTarget:
         CheckpointError: files that are missing, damaged or do not fit the config.
     """
     path = Path(source).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
+    if path.is_file() and path.suffix.lower() == ".gguf":
         return _load_gguf(path, source)
     if path.is_dir():
         return _load_folder(path, source)
     if path.exists():
         raise CheckpointError(f"{source}: expected a folder, a .gguf file or a hub id")
-    if path.suffix == ".gguf" or not _HUB_ID.fullmatch(source):
+    if path.suffix.lower() == ".gguf" or not _HUB_ID.fullmatch(source):
         raise CheckpointError(f"{source}: no such folder or file, and not a hub id like owner/name")
     return _load_folder(_download(source, cache_dir), source)
 

@@ -6,9 +6,9 @@ Graph (B rows and symbolic A, S; ``l`` is a layer):
 input              shape               type    meaning
 ================== =================== ======= ==============================================
 token_ids          [B, A]              int32   real tokens since the last call, first count used
-feature            [B, A, F]           float   the target's features paired with them, if any
 token_count        [B]                 int32   real tokens among the A, at least 1
 cache_length       [B]                 int32   rows of the cache that count
+feature            [B, A, F]           float   the target's features paired with them, if any
 past_key.l         [B, Hkv, S, D]      float   and past_value.l
 ================== =================== ======= ==============================================
 
@@ -143,16 +143,17 @@ class Prologue(nn.Module):
         """``[B, A + K - 1, Hd]``, or twice as wide for ``dual-norm``."""
         config = self.config
         if config.fuse == "feature-only":
-            state = self.fc(features[0]) if config.has_fc else features[0]
-            return self._with_masks(state)
+            only: Tensor = self.fc(features[0]) if config.has_fc else features[0]
+            return self._with_masks(only)
         assert self.embed is not None
         tokens = self._with_masks(functional.embedding(token_ids, self.embed.weight))
         if config.fuse == "none":
             return tokens
         feature = self._feature_rows(features[0], token_count)
         if config.fuse == "concat-fc":
-            return self.fc(torch.cat((tokens, feature), dim=-1))  # type: ignore[no-any-return]
-        state = self.fc(feature)
+            fused: Tensor = self.fc(torch.cat((tokens, feature), dim=-1))
+            return fused
+        state: Tensor = self.fc(feature)
         if config.fuse == "dual-norm":
             return torch.cat((tokens, state), dim=-1)
         return tokens + config.fuse_scale * state
@@ -195,8 +196,8 @@ class Prologue(nn.Module):
         """``[B, 1, G * (A + K - 1), S + A + K - 1]`` bool."""
         batch, rows = token_ids.shape
         masks, slots = self.masks, past_key.shape[2]
-        real, mask = torch.arange(rows), torch.arange(masks)
-        past = (torch.arange(slots)[None, :] < cache_length[:, None])[:, None, :]
+        real, mask, slot = (torch.arange(n, dtype=torch.int32) for n in (rows, masks, slots))
+        past = (slot[None, :] < cache_length[:, None])[:, None, :]
         past = past.expand(batch, rows + masks, slots)
         causal = (real[None, :] <= real[:, None])[None].expand(batch, rows, rows)
         block = self.config.block
@@ -261,12 +262,14 @@ class Proposal(nn.Module):
             if isinstance(self.head, nn.Embedding)
             else self.head(states)
         )
-        probability = torch.softmax(logits.to(torch.float32), dim=-1)
-        best, ids = torch.topk(probability, self.candidates, dim=-1)
+        logits = logits.to(torch.float32)
+        best, ids = torch.topk(logits, self.candidates, dim=-1)
+        # Relative to the best one: its probability never underflows, that of the last may.
+        top = torch.amax(torch.softmax(logits, dim=-1), dim=-1, keepdim=True)
         ids = ids.to(torch.int32)
         if self.d2t is not None:
-            ids = functional.embedding(ids, self.d2t[:, None]).squeeze(-1)
-        return ids, torch.log(best + 1e-30)
+            ids = torch.index_select(self.d2t, 0, ids.flatten()).reshape(ids.shape)
+        return ids, best - best[..., :1] + torch.log(top)
 
 
 class DrafterGraph:
@@ -344,10 +347,9 @@ class DrafterGraph:
         config = self.config
         own = config.embedding == "own"
         embed = self.drafter.embed_tokens if own else self.target.embed_tokens
-        reads_tokens = config.fuse != "feature-only"
-        module = Prologue(self.drafter, embed if reads_tokens else None, self.rope)
+        module = Prologue(self.drafter, embed if config.reads_tokens else None, self.rope)
         weights = {key: f"drafter.{key}" for key in module.state_dict()}
-        if reads_tokens:
+        if config.reads_tokens:
             weights["embed.weight"] = f"drafter.{_TABLE}" if own else _TABLE
         inputs = ["token_ids", "token_count", "cache_length", "past_key.0"]
         inputs += ["feature"] if config.feature_size else []

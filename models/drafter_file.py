@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pspec.errors import CheckpointError, ConfigError
-from pspec.files import replaced_folder
+from pspec.files import disk_errors, replaced_folder, sha256_file
 from pspec.models.config import TargetConfig
 from pspec.models.drafter import Drafter
 from pspec.models.drafter_config import DrafterConfig, check_drafter
@@ -29,15 +29,18 @@ def write_drafter(drafter: Drafter, folder: Path) -> None:
     """Write a drafter directory; an existing one is replaced as a whole.
 
     Raises:
-        CheckpointError: when the folder cannot be written.
+        PspecError: when the folder cannot be written.
     """
     turned = linear_weights(drafter)
     tensors = {
         name: (tensor.T if name in turned else tensor).contiguous()
         for name, tensor in drafter.state_dict().items()
     }
-    with replaced_folder(folder) as fresh:
-        save_file(tensors, fresh / WEIGHT_FILE, metadata={"format": "pt"})
+    with disk_errors(folder), replaced_folder(folder) as fresh:
+        try:
+            save_file(tensors, fresh / WEIGHT_FILE, metadata={"format": "pt"})
+        except SafetensorError as error:  # it has no OSError inside
+            raise CheckpointError(f"cannot write {folder / WEIGHT_FILE}: {error}") from error
         text = msgspec.json.format(msgspec.json.encode(drafter.config), indent=2)
         (fresh / CONFIG_FILE).write_bytes(text + b"\n")
 
@@ -67,8 +70,11 @@ def read_drafter(folder: Path) -> Drafter:
 
     Raises:
         CheckpointError: for a missing, left over, damaged or misshapen tensor, by name.
+        ConfigError: for anything in the config that is unknown, missing or contradictory.
     """
-    drafter = Drafter(read_drafter_config(folder))
+    config = read_drafter_config(folder)
+    with torch.device("meta"):  # no memory for what the file may not hold
+        drafter = Drafter(config)
     turned = linear_weights(drafter)
     wanted = drafter.state_dict()
     found = _read_tensors(folder / WEIGHT_FILE)
@@ -77,15 +83,13 @@ def read_drafter(folder: Path) -> Drafter:
     for name in sorted(wanted.keys() - found.keys()):
         raise CheckpointError(f"drafter {folder}: {WEIGHT_FILE} lacks {name}")
     for name, own in wanted.items():
-        tensor = found[name].T if name in turned else found[name]
-        if tensor.shape != own.shape:
-            expected = list(reversed(own.shape)) if name in turned else list(own.shape)
-            raise CheckpointError(
-                f"drafter {folder}: {name} has shape {list(found[name].shape)}, expected {expected}"
-            )
-        with torch.no_grad():
-            own.copy_(tensor)
-    _check_map(drafter, folder)
+        shape = list(reversed(own.shape)) if name in turned else list(own.shape)
+        fault = _fault(name, found[name], shape, config.target_vocab_size)
+        if fault:
+            raise CheckpointError(f"drafter {folder}: {name} {fault}")
+        tensor = found.pop(name).to(own.dtype)
+        wanted[name] = (tensor.T if name in turned else tensor).contiguous()
+    drafter.load_state_dict(wanted, assign=True)
     return drafter.eval().requires_grad_(False)
 
 
@@ -113,9 +117,8 @@ def check_match(config: DrafterConfig, target: TargetConfig, folder: Path) -> No
 
 def drafter_fingerprint(folder: Path) -> str:
     """Hash of everything that a drafter directory computes with."""
-    digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
-    digest.update((folder / WEIGHT_FILE).read_bytes())
-    return digest.hexdigest()
+    hashes = [sha256_file(folder / name) for name in (CONFIG_FILE, WEIGHT_FILE)]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
@@ -126,11 +129,20 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _check_map(drafter: Drafter, folder: Path) -> None:
-    if drafter.d2t is None:
-        return
-    ids, vocab = drafter.d2t, drafter.config.target_vocab_size
+def _fault(name: str, tensor: Tensor, shape: list[int], vocab: int) -> str:
+    """What is wrong with a tensor of the file; empty where nothing is."""
+    if list(tensor.shape) != shape:
+        return f"has shape {list(tensor.shape)}, expected {shape}"
+    if name == "d2t":
+        return _map_fault(tensor, vocab)
+    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"is {tensor.dtype}, expected float32, float16 or bfloat16"
+    return "" if tensor.isfinite().all() else "holds a number that is not finite"
+
+
+def _map_fault(ids: Tensor, vocab: int) -> str:
+    if ids.dtype not in (torch.int32, torch.int64):
+        return f"is {ids.dtype}, expected int32 or int64"
     if int(ids.min()) < 0 or int(ids.max()) >= vocab:
-        raise CheckpointError(f"drafter {folder}: d2t names a token outside 0..{vocab - 1}")
-    if ids.unique().numel() != ids.numel():
-        raise CheckpointError(f"drafter {folder}: d2t names a token twice")
+        return f"names a token outside 0..{vocab - 1}"
+    return "" if ids.unique().numel() == ids.numel() else "names a token twice"

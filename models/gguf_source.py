@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pspec.errors import CheckpointError
+from pspec.errors import CheckpointError, ConfigError
 from pspec.models.families import find_family, supported_families
 from pspec.models.gguf_config import config_from_metadata, llama3_scaling
 from pspec.models.weights import EMBEDDING, HEAD, row_blocks
@@ -56,12 +56,7 @@ class GgufSource:
         reader = _open(path)
         self._metadata = _metadata(reader)
         self.architecture = str(self._metadata.get("general.architecture"))
-        families = supported_families()
-        if self.architecture not in families:
-            raise CheckpointError(
-                f"{path}: architecture {self.architecture!r} is not supported; supported: "
-                f"{', '.join(families)}"
-            )
+        _check_architecture(path, self.architecture)
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._rope_freqs = tensors.pop(_ROPE_FREQS, None)
         self._tensors = {_foreign_name(name): tensor for name, tensor in tensors.items()}
@@ -153,6 +148,16 @@ def _open(path: Path) -> GGUFReader:
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{path}: not a whole GGUF file ({reason}); download it again"
+        ) from error
+
+
+def _check_architecture(path: Path, architecture: str) -> None:
+    try:
+        find_family(architecture)
+    except ConfigError as error:
+        names = ", ".join(supported_families())
+        raise CheckpointError(
+            f"{path}: architecture {architecture!r} is not supported; supported: {names}"
         ) from error
 
 

@@ -7,6 +7,7 @@ that names it: a field nobody has looked at might change what the model computes
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -43,6 +44,7 @@ NEUTRAL: Mapping[str, Any] = {
     "is_encoder_decoder": False,
     "logit_scale": 1,
     "logits_scaling": 1,
+    "mlp_bias": False,
     "num_experts": 0,
     "num_local_experts": 0,
     "num_nextn_predict_layers": 0,
@@ -79,7 +81,7 @@ def refuse_unsupported(config: Mapping[str, Any], used: frozenset[str]) -> None:
     for key, neutral in NEUTRAL.items():
         value = config.get(key)
         if key not in used and value is not None and value != neutral:
-            allowed = "null" if neutral is None else f"{neutral!r} or null"
+            allowed = "null" if neutral is None else f"{json.dumps(neutral)} or null"
             raise ConfigError(f"{key} is {value!r}, which is not supported; supported: {allowed}")
 
 
@@ -108,8 +110,10 @@ def positive_int(config: Mapping[str, Any], key: str) -> int:
 
 
 def flag(config: Mapping[str, Any], key: str) -> bool:
-    """A boolean of the config, false when absent."""
-    value = config.get(key, False)
+    """A boolean of the config, false when absent or null."""
+    value = config.get(key)
+    if value is None:
+        return False
     if not isinstance(value, bool):
         raise ConfigError(f"{key} is {value!r}; expected true or false")
     return value

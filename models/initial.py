@@ -5,8 +5,10 @@ Training starts here. Untrained it proposes next to nothing that the target acce
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pspec.models.decoder import Decoder
 from pspec.models.drafter import Drafter
@@ -46,15 +48,16 @@ def initial_drafter(target: Decoder, config: DrafterConfig, *, seed: int = 0) ->
             parameter.fill_(1.0)
         else:
             parameter.normal_(0.0, _SPREAD, generator=generator)
+    if drafter.d2t is not None:
+        drafter.d2t.copy_(torch.arange(config.head_size))
+    ends = {k: v for k, v in target.state_dict().items() if not k.startswith("layers.")}
+    _copy(drafter, {"lm_head.weight": target.embed_tokens.weight.T} | ends)
     for own, theirs in zip(reversed(drafter.layers), reversed(target.layers), strict=False):
-        _copy(own, theirs)
-    if config.final_norm:
-        drafter.norm.weight.copy_(target.norm.weight)
+        _copy(own, theirs.state_dict())
     return drafter.eval()
 
 
-def _copy(own: nn.Module, theirs: nn.Module) -> None:
-    source = theirs.state_dict()
+def _copy(own: nn.Module, source: Mapping[str, Tensor]) -> None:
     for name, tensor in own.state_dict().items():
         if name in source and source[name].shape == tensor.shape:
             tensor.copy_(source[name])

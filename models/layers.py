@@ -16,7 +16,7 @@ from torch.nn import functional
 from pspec.models.config import BlockConfig
 
 MASKED = -1e9
-"""Score of an invisible key: finite, so that no row can turn into NaN (fp16 graphs use -1e4)."""
+"""Score of an invisible key, in fp32: finite, so that no row can turn into NaN."""
 
 
 class Linear(nn.Module):
@@ -80,8 +80,8 @@ def attend(
     stacked = query.reshape(batch, kv_heads, -1, size)
     past = torch.matmul(stacked, past_key.transpose(2, 3))
     new = torch.matmul(stacked, new_key.transpose(2, 3))
-    scores = torch.where(visible, torch.cat((past, new), dim=-1), MASKED)
-    weights = torch.softmax(scores.to(torch.float32), dim=-1).to(query.dtype)
+    scores = torch.cat((past, new), dim=-1).to(torch.float32)
+    weights = torch.softmax(torch.where(visible, scores, MASKED), dim=-1).to(query.dtype)
     mixed = torch.matmul(weights[..., :slots], past_value)
     mixed = mixed + torch.matmul(weights[..., slots:], new_value)
     return mixed.reshape(batch, heads, -1, size).transpose(1, 2).reshape(batch, -1, heads * size)
@@ -111,7 +111,8 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gated: Tensor = self.activation(self.gate_proj(x)) * self.up_proj(x)
-        return self.down_proj(gated)  # type: ignore[no-any-return]
+        mixed: Tensor = self.down_proj(gated)
+        return mixed
 
 
 class Attention(nn.Module):

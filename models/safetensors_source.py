@@ -76,7 +76,7 @@ class SafetensorsSource:
         return str(self._entries[name].path)
 
     def blocks(self, name: str) -> Iterator[Tensor]:
-        """The tensor in fp32, as blocks of consecutive rows."""
+        """The tensor in its own type, as blocks of consecutive rows."""
         entry = self._entries[name]
         row_bytes = prod(entry.shape[1:]) * entry.dtype.itemsize
         with entry.path.open("rb") as file:
@@ -86,7 +86,7 @@ class SafetensorsSource:
                 if file.readinto(data) != len(data):
                     raise CheckpointError(f"{entry.path}: cut short in {name}; download it again")
                 block = torch.frombuffer(data, dtype=entry.dtype)
-                yield block.view(stop - start, *entry.shape[1:]).to(torch.float32)
+                yield block.view(stop - start, *entry.shape[1:])
 
 
 def _weight_files(folder: Path, weight_map: Mapping[str, str]) -> list[Path]:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pspec.errors import CheckpointError, ConfigError
@@ -108,7 +109,11 @@ def convert_text_files(path: Path) -> TextFiles:
     Raises:
         CheckpointError: a tokenizer that transformers cannot convert.
     """
-    backend, special, template = _converted(path.parent, path, gguf_file=path.name)
+    # In a folder of its own: transformers would prefer tokenizer files that lie beside the model.
+    with TemporaryDirectory() as folder:
+        alone = Path(folder) / "model.gguf"
+        alone.symlink_to(path.resolve())
+        backend, special, template = _converted(alone.parent, path, gguf_file=alone.name)
     return TextFiles(backend, _vocabulary(path, backend), _special_tokens(special), template)
 
 

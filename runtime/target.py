@@ -84,14 +84,19 @@ class Target:
         return None if feature is None else feature[0].take(nodes, axis=0)
 
 
+_FIXED_COST = 8
+"""What a call costs beside its rows, in rows: weights stream past once, however many rows."""
+
+
 def chunk_sizes(tokens: int, plan: ShapePlan) -> list[int]:
     """Shapes that carry a prompt: whole chunks, then the tail in verify-sized pieces or one chunk.
 
-    The tail takes a chunk when it would fill more than half of it, so that 20 tokens do not cost
-    a chunk of 256.
+    The tail takes what is cheaper, so that 20 tokens do not cost a chunk of 256.
     """
     sizes = [plan.chunk] * (tokens // plan.chunk)
     tail = tokens % plan.chunk
-    if 2 * tail > plan.chunk:
-        return [*sizes, plan.chunk]
-    return sizes + [plan.nodes] * -(-tail // plan.nodes)
+    if not tail:
+        return sizes
+    pieces = [plan.nodes] * -(-tail // plan.nodes)
+    cost = sum(_FIXED_COST + size for size in pieces)
+    return sizes + (pieces if cost < _FIXED_COST + plan.chunk else [plan.chunk])

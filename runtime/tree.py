@@ -96,6 +96,9 @@ class TreePlan:
         for node, parent in enumerate(self.parents, start=1):
             if not 0 <= parent < node:
                 raise ConfigError(f"tree plan: parent {parent} of node {node} does not precede it")
+        for node, rank in enumerate(self.ranks, start=1):
+            if rank < 0:
+                raise ConfigError(f"tree plan: rank {rank} of node {node} is negative")
         pairs = list(zip(self.parents, self.ranks, strict=True))
         if len(set(pairs)) != len(pairs):
             raise ConfigError("tree plan: two siblings take the same rank")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import io
 import json
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from pspec import doctor, show
 from pspec.doctor import Device, Library, Machine, Report, Row, examine
@@ -95,8 +93,9 @@ def test_runtime_only_machine_runs_and_names_the_extra_it_lacks() -> None:
     assert not report.exports
     assert not report.failed
     assert row(report, "torch").state == "missing"
-    assert row(report, "torch").fix.endswith('-m pip install "pspec-toolkit[export]"')
-    assert row(report, "tensorrt-rtx").fix.endswith('-m pip install "pspec-toolkit[rtx]"')
+    assert row(report, "torch").fix.endswith('pip install "pspec-toolkit[export]"')
+    assert row(report, "tensorrt-rtx").fix.endswith('pip install "pspec-toolkit[rtx]"')
+    assert row(report, "polygraphy").fix.endswith("pip install polygraphy")
 
 
 @pytest.mark.usefixtures("every_engine")
@@ -210,10 +209,23 @@ def test_untested_python_warns() -> None:
     assert row(examine(machine), "python").state == "warn"
 
 
+def test_fix_calls_the_pip_of_this_interpreter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    python = Path(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shutil.which", lambda name: str(python.parent / name))
+    assert doctor.pip() == "pip"
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert doctor.pip() == f"{python} -m pip"
+    monkeypatch.chdir(python.parent)
+    assert doctor.pip() == f"{python.name} -m pip"
+
+
 def test_checkout_without_install_installs_itself() -> None:
     machine = Fake(RUNTIME)
     del machine.installed["pspec-toolkit"]
-    assert row(examine(machine), "torch").fix.endswith('-m pip install -e ".[export]"')
+    assert row(examine(machine), "torch").fix.endswith('pip install -e ".[export]"')
 
 
 @pytest.mark.parametrize(
@@ -231,10 +243,11 @@ def test_engine_that_this_release_lacks_is_not_said_to_run() -> None:
 
 
 def test_table_shows_the_whole_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    output = io.StringIO()
-    monkeypatch.setattr(show, "console", Console(file=output, width=300))
-    show.show_report(examine(Fake(RUNTIME)))
-    assert '"pspec-toolkit[export]"' in output.getvalue()
+    # Rich reads [export] as a style unless told otherwise.
+    monkeypatch.setattr(show.console, "width", 300)
+    with show.console.capture() as output:
+        show.show_report(examine(Fake(RUNTIME)))
+    assert '"pspec-toolkit[export]"' in output.get()
 
 
 def test_report_is_plain_json() -> None:

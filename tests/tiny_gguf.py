@@ -36,6 +36,8 @@ def write_gguf(
     kind: Kind = Kind.F32,
     architecture: str | None = None,
     keys: dict[str, int | float | str] | None = None,
+    replaced: dict[str, int] | None = None,
+    tokens: dict[str, int] | None = None,
     tensors: dict[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write ``model`` with weight matrices of ``kind``.
@@ -46,20 +48,27 @@ def write_gguf(
         kind: type of 2-D tensors; vectors stay fp32.
         architecture: what to call it, if not by its model type.
         keys: further metadata, without the architecture's prefix.
+        replaced: other values for metadata that is there.
+        tokens: further special tokens, such as ``eot``.
         tensors: further tensors, under llama.cpp's names.
     """
     writer = GGUFWriter(path, architecture or model.config.model_type)
-    _add_config(writer, model.config)
+    for key, value in (_config(model.config) | (replaced or {}) | (keys or {})).items():
+        add: dict[type, Any] = {
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+        }
+        add[type(value)](f"{writer.arch}.{key}", value)
     _add_vocabulary(writer)
-    for key, value in (keys or {}).items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        add[type(value)](f"{writer.arch}.{key}", value)  # type: ignore[operator]
+    for name, token in (tokens or {}).items():
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
     tied = model.config.tie_word_embeddings
     for name, tensor in model.state_dict().items():
         if not (tied and name == "lm_head.weight"):
             _add_tensor(writer, _gguf_name(name), _interleaved(model.config, name, tensor), kind)
-    for name, tensor in (tensors or {}).items():
-        writer.add_tensor(name, tensor.numpy())
+    for name, extra in (tensors or {}).items():
+        writer.add_tensor(name, extra.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -67,19 +76,21 @@ def write_gguf(
     return path
 
 
-def _add_config(writer: GGUFWriter, config: Any) -> None:
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_vocab_size(config.vocab_size)
+def _config(config: Any) -> dict[str, int | float | str]:
+    return {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.dimension_count": config.head_dim,
+        "rope.freq_base": config.rope_parameters["rope_theta"],
+        "vocab_size": config.vocab_size,
+    }
 
 
 def _add_vocabulary(writer: GGUFWriter) -> None:

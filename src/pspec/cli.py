@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import logging.handlers
+import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +27,13 @@ THREADS = click.option(
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-@click.group(context_settings=SETTINGS)
+@click.group(context_settings=SETTINGS, invoke_without_command=True)
 @click.version_option(pspec.__version__, prog_name="pspec")
-def app() -> None:
+@click.pass_context
+def app(context: click.Context) -> None:
     """Speculative decoding with parallel drafters: export, verify, generate."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 @click.command(context_settings=SETTINGS)
@@ -149,7 +156,7 @@ def chat(
     config = GenerationConfig(max_new_tokens=max_new_tokens)
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
-    while line := click.prompt(">", default="", show_default=False, prompt_suffix=" ").strip():
+    while line := _read_line():
         if line == "/reset":
             messages = list(opening)
             continue
@@ -173,6 +180,8 @@ def inspect(path: Path, as_json: bool) -> None:
     if (path / MANIFEST_FILE).exists():
         show_bundle(path, as_json)
         return
+    if not (path / "config.json").exists():
+        raise PspecError(f"{path} is neither a bundle nor a drafter directory")
     with _export_imports():
         show_drafter(path, as_json)
 
@@ -230,6 +239,17 @@ def _prompt_text(prompt: str | None, file: Path | None) -> str:
     return text
 
 
+def _read_line() -> str:
+    """A line of the user's; empty at the end of the input."""
+    try:
+        return input("> ").strip()
+    except EOFError:
+        click.echo()
+        return ""
+    except UnicodeDecodeError as error:
+        raise PspecError("the input is not UTF-8 text") from error
+
+
 def _target(name: str) -> str:
     """Resolve the alias of the demo model."""
     if name != "smollm2":
@@ -254,11 +274,34 @@ class _export_imports:  # noqa: N801 - a context manager that reads as a verb
                 ) from error
 
 
+@contextlib.contextmanager
+def _one_line() -> Iterator[None]:
+    """Keep standard error for our own last word.
+
+    Third parties are silenced. Our own warnings wait until the command has gone well: an error
+    stands alone.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    logging.getLogger().addHandler(logging.NullHandler())  # else Python prints what nobody handles
+    shown = logging.StreamHandler()
+    shown.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    held = logging.handlers.MemoryHandler(1 << 16, logging.CRITICAL, shown, flushOnClose=False)
+    logger = logging.getLogger("pspec")
+    logger.addHandler(held)
+    try:
+        yield
+        held.flush()
+    finally:
+        logger.removeHandler(held)
+
+
 def run(command: Callable[..., Any], name: str) -> None:
     """Run a command: bad input is one line and status 2, never a traceback."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
-        command.main(prog_name=name, standalone_mode=False)  # type: ignore[attr-defined]
+        with _one_line():
+            command.main(prog_name=name, standalone_mode=False)  # type: ignore[attr-defined]
     except (PspecError, click.ClickException) as error:
         text = error.format_message() if isinstance(error, click.ClickException) else str(error)
         click.echo("error: " + " ".join(text.split()), err=True)

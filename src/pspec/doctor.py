@@ -336,7 +336,7 @@ def onnxruntime_row(machine: Machine, devices: Sequence[Device] | None) -> Row:
     found = ", ".join(f"{name} {version}" for name, version in here.items())
     if len(here) > 1:
         # Removing one of them deletes files of the other, so both go.
-        fix = f"{pip(machine)} uninstall -y {' '.join(here)} && {fix}"
+        fix = f"{pip()} uninstall -y {' '.join(here)} && {fix}"
         return Row("run", "onnxruntime", "fail", f"{found}: they overwrite each other", fix)
     if release(next(iter(here.values()))) < release(wanted.least):
         return Row("run", "onnxruntime", "missing", f"{found}, older than {wanted.least}", fix)
@@ -364,15 +364,19 @@ def install(machine: Machine, library: Library) -> str:
         return "apt-get install python3-libnvinfer, and a venv with --system-site-packages"
     if library.name in ("tensorrt", "tensorrt-rtx") and machine.arch not in ("x86_64", "AMD64"):
         return f"none: {library.name} has no wheel for {machine.arch}"
+    if library.extra == "dev":  # one tool of many: nobody needs the others for it
+        return f"{pip()} install {library.name}"
     extra = f"[{library.extra}]" if library.extra else ""
     if machine.version("pspec-toolkit") is None:
-        return f'{pip(machine)} install -e ".{extra}"'
-    return f'{pip(machine)} install "pspec-toolkit{extra}"'
+        return f'{pip()} install -e ".{extra}"'
+    return f'{pip()} install "pspec-toolkit{extra}"'
 
 
-def pip(machine: Machine) -> str:
-    """How to call the pip of this very interpreter, which may be no activated environment's."""
-    python, here = Path(sys.executable), Path.cwd()
+def pip() -> str:
+    """How to call the pip of this very interpreter, whose environment may not be active."""
+    python, here, found = Path(sys.executable), Path.cwd(), shutil.which("pip")
+    if found and Path(found).parent == python.parent:
+        return "pip"
     if here != Path(here.anchor) and python.is_relative_to(here):
         python = python.relative_to(here)
     return f"{python} -m pip"

@@ -38,15 +38,19 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 def publish_folder(fresh: Path, folder: Path) -> None:
     """Rename ``fresh`` to ``folder``; what stood there goes away only once the new one is in."""
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    if folder.exists():
+    replaces = os.path.lexists(folder)
+    if replaces:
         folder.rename(old)
     try:
         fresh.rename(folder)
-    except OSError:
-        if old.exists():
+    except BaseException:
+        if replaces:
             old.rename(folder)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    if old.is_dir() and not old.is_symlink():
+        shutil.rmtree(old, ignore_errors=True)
+    elif replaces:  # a file, or a link, whose target is left alone
+        old.unlink()
 
 
 @contextlib.contextmanager
@@ -66,7 +70,7 @@ def disk_errors(place: Path) -> Iterator[None]:
             errno.EACCES: "permission denied",
             errno.EROFS: "the file system is read-only",
         }
-        reason = reasons.get(error.errno or 0)
+        reason = reasons.get(error.errno or 0) or error.strerror
         if reason is None:
             raise
         raise PspecError(f"cannot write to {place}: {reason}; nothing was left behind") from error

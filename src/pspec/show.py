@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
+from rich.text import Text
 
 from pspec.doctor import Report
 from pspec.errors import BundleError
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pspec.models.checkpoint import LoadedTarget
     from pspec.models.drafter import Drafter
 
-console = Console()
+console = Console(markup=False)  # names may hold brackets
 
 
 class Progress(Watcher):
@@ -32,11 +33,11 @@ class Progress(Watcher):
 
     def __init__(self) -> None:
         self._bars = Bars(
-            TextColumn("{task.description:<8} {task.fields[detail]}"),
+            TextColumn("{task.description:<8} {task.fields[detail]}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            console=Console(stderr=True),
+            console=Console(stderr=True, markup=False),
             disable=not console.is_terminal,
         )
         self._task: Any = None
@@ -60,7 +61,7 @@ class Progress(Watcher):
 
     def note(self, text: str) -> None:
         """Something worth a line."""
-        self._bars.console.print(text)
+        (console if self._bars.disable else self._bars.console).print(text, highlight=False)
 
 
 def show_plan(
@@ -94,7 +95,8 @@ def show_parity(folder: Path) -> None:
     rows = json.loads((folder / "reports" / "parity.json").read_bytes())
     table = Table(title="exported graphs against PyTorch, fp32")
     for title in ("graph", "inputs", "largest difference", "tokens equal", "near-ties"):
-        table.add_column(title, justify="left" if title in ("graph", "inputs") else "right")
+        justify: JustifyMethod = "left" if title in ("graph", "inputs") else "right"
+        table.add_column(title, justify=justify, overflow="fold")
     for row in rows:
         table.add_row(
             row["graph"],
@@ -150,7 +152,8 @@ def show_report(report: Report) -> None:
         table.add_column(title, overflow="fold")
     colours = {"ok": "green", "warn": "yellow", "missing": "dim", "fail": "red"}
     for row in report.rows:
-        table.add_row(row.area, row.name, row.state, row.found, row.fix, style=colours[row.state])
+        cells = (row.area, row.name, row.state, row.found, row.fix)
+        table.add_row(*map(Text, cells), style=colours[row.state])
     console.print(table)
 
 

@@ -1,0 +1,317 @@
+"""What the commands print, and what they need to run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from bundles import TinyBundle
+from commands import RUNTIME_ONLY, call, copy_folder, export, read_manifest, seal, spawn
+from pspec import cli
+from pspec.runtime.generate import GenerationConfig, Generator
+
+PROMPT = "one two one two one"
+HELPS = [("pspec", None), ("pspec-export", None), *(("pspec", name) for name in cli.app.commands)]
+
+
+def answer(bundle: Path, *options: str) -> dict[str, Any]:
+    """The object ``pspec generate --json`` prints."""
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", "24", "--json", *options)
+    value: dict[str, Any] = json.loads(call("generate", bundle, *arguments).went_well())
+    return value
+
+
+def without_times(value: Mapping[str, Any]) -> dict[str, Any]:
+    """What does not depend on the clock."""
+    stats = {name: item for name, item in value["stats"].items() if not name.endswith("_ms")}
+    return {**value, "stats": stats}
+
+
+# --- help -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("program", "command"), HELPS)
+def test_help_needs_no_library(program: str, command: str | None) -> None:
+    arguments = [command] if command else []
+    missing = (*RUNTIME_ONLY, "onnxruntime")
+
+    text = spawn(*arguments, "--help", program=program, without=missing).went_well()
+
+    assert text.startswith(f"Usage: {' '.join([program, *arguments])} [OPTIONS]")
+
+
+def test_no_command_shows_the_help() -> None:
+    assert call().went_well() == call("--help").went_well()
+
+
+def test_version() -> None:
+    assert call("--version").went_well().startswith("pspec, version ")
+
+
+# --- generate -------------------------------------------------------------------------------------
+
+
+def test_generate_runs_where_nothing_can_export(llama_bundle: TinyBundle) -> None:
+    options = ("--prompt", PROMPT, "--max-new-tokens", "24", "--json")
+
+    done = spawn("generate", llama_bundle.folder, *options, without=RUNTIME_ONLY)
+
+    assert without_times(json.loads(done.went_well())) == without_times(answer(llama_bundle.folder))
+
+
+def test_json_has_the_documented_keys(llama_bundle: TinyBundle) -> None:
+    value = answer(llama_bundle.folder, "--raw")
+
+    assert list(value) == ["text", "token_ids", "finish_reason", "usage", "stats"]
+    assert list(value["usage"]) == ["prompt_tokens", "completion_tokens"]
+    keys = "engine rounds drafted accepted committed tau accepted_by_slot"
+    assert list(value["stats"]) == [
+        *keys.split(),
+        *("prefill_ms", "draft_ms", "verify_ms", "host_ms"),
+    ]
+
+
+def test_json_counts_agree(llama_bundle: TinyBundle) -> None:
+    generator = Generator.open(llama_bundle.folder)
+    value = answer(llama_bundle.folder, "--raw", "--draft", "lookup")
+    stats = value["stats"]
+
+    assert value["usage"]["prompt_tokens"] == len(generator.encode(PROMPT))
+    assert value["usage"]["completion_tokens"] == len(value["token_ids"]) == 24
+    assert value["finish_reason"] == "length"
+    assert stats["engine"] == "onnxruntime"
+    assert stats["committed"] == 23  # prefill's own token belongs to no round
+    assert stats["tau"] == stats["committed"] / stats["rounds"]
+    assert stats["accepted"] == stats["committed"] - stats["rounds"]
+    assert sum(stats["accepted_by_slot"]) == stats["accepted"] <= stats["drafted"]
+    assert all(stats[name] >= 0 for name in stats if name.endswith("_ms"))
+
+
+@pytest.mark.parametrize("draft", ["auto", "bundle", "lookup"])
+@pytest.mark.parametrize("raw", [True, False])
+def test_drafting_changes_no_token(llama_bundle: TinyBundle, draft: str, raw: bool) -> None:
+    kind = ["--raw"] if raw else []
+
+    plain = answer(llama_bundle.folder, *kind, "--draft", "off")
+
+    assert plain["stats"]["tau"] == 1.0
+    assert plain["stats"]["drafted"] == 0
+    drafted = answer(llama_bundle.folder, *kind, "--draft", draft)
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert drafted["text"] == plain["text"]
+
+
+@pytest.mark.parametrize("nodes", ["1", "2", "8"])
+def test_tree_size_changes_no_token(llama_bundle: TinyBundle, nodes: str) -> None:
+    expected = answer(llama_bundle.folder, "--draft", "off")["token_ids"]
+    assert answer(llama_bundle.folder, "--nodes", nodes)["token_ids"] == expected
+
+
+def test_raw_leaves_the_template_out(llama_bundle: TinyBundle) -> None:
+    generator = Generator.open(llama_bundle.folder)
+
+    chat = answer(llama_bundle.folder)["usage"]["prompt_tokens"]
+    raw = answer(llama_bundle.folder, "--raw")["usage"]["prompt_tokens"]
+
+    assert chat == len(generator.encode([{"role": "user", "content": PROMPT}]))
+    assert raw == len(generator.encode(PROMPT)) < chat
+
+
+def test_plain_output_is_the_text_and_a_line_feed(llama_bundle: TinyBundle) -> None:
+    text = answer(llama_bundle.folder, "--raw")["text"]
+    arguments = ("--prompt", PROMPT, "--raw", "--max-new-tokens", "24")
+    assert call("generate", llama_bundle.folder, *arguments).went_well() == f"{text}\n"
+
+
+def test_prompt_file_is_the_prompt(llama_bundle: TinyBundle, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT, encoding="utf-8")
+
+    arguments = ("--prompt-file", file, "--max-new-tokens", "24", "--json")
+    value = json.loads(call("generate", llama_bundle.folder, *arguments).went_well())
+
+    assert without_times(value) == without_times(answer(llama_bundle.folder))
+
+
+def test_stop_ends_the_text_before_it(llama_bundle: TinyBundle) -> None:
+    whole = answer(llama_bundle.folder, "--raw")
+    middle = len(whole["text"]) // 2
+    stop = whole["text"][middle : middle + 2]
+    shown = whole["text"][: whole["text"].index(stop)]
+
+    cut = answer(llama_bundle.folder, "--raw", "--stop", "never to be seen", "--stop", stop)
+
+    assert (cut["text"], cut["finish_reason"]) == (shown, "stop")
+    assert cut["token_ids"] == whole["token_ids"][: len(cut["token_ids"])]
+    assert 0 < len(cut["token_ids"]) < len(whole["token_ids"])
+
+
+def test_no_new_token_is_a_length(llama_bundle: TinyBundle) -> None:
+    value = answer(llama_bundle.folder, "--max-new-tokens", "0")
+    assert (value["text"], value["token_ids"], value["finish_reason"]) == ("", [], "length")
+
+
+# --- chat -----------------------------------------------------------------------------------------
+
+
+def test_chat_remembers_until_reset(llama_bundle: TinyBundle) -> None:
+    generator = Generator.open(llama_bundle.folder)
+    config = GenerationConfig(max_new_tokens=6)
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": "one two"}]
+    first = generator.generate(messages, config).text
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "one two"}]
+    second = generator.generate(messages, config).text
+    assert first != second, "the test cannot see the history"
+    typed = "one two\none two\n/reset\none two\n"
+    options = ("--system", "be", "--max-new-tokens", "6")
+
+    done = spawn("chat", llama_bundle.folder, *options, typed=typed, without=RUNTIME_ONLY)
+
+    assert done.went_well() == f"> {first}\n> {second}\n> > {first}\n> \n"
+
+
+def test_chat_ends_at_an_empty_line(llama_bundle: TinyBundle) -> None:
+    assert spawn("chat", llama_bundle.folder, typed="\nhello\n").went_well() == "> "
+
+
+# --- inspect, verify, doctor, dry run -------------------------------------------------------------
+
+
+def test_inspect_shows_a_bundle(llama_bundle: TinyBundle) -> None:
+    text = spawn("inspect", llama_bundle.folder, without=RUNTIME_ONLY).went_well()
+
+    assert "llama" in text
+    assert "4 slots" in text
+    for graph in read_manifest(llama_bundle.folder).graphs:
+        assert graph.file in text
+
+
+def test_inspect_prints_the_manifest(llama_bundle: TinyBundle) -> None:
+    done = call("inspect", llama_bundle.folder, "--json")
+    assert json.loads(done.went_well()) == json.loads(
+        (llama_bundle.folder / "manifest.json").read_bytes()
+    )
+
+
+def test_inspect_shows_a_drafter(llama_bundle: TinyBundle) -> None:
+    folder = llama_bundle.drafter_folder
+    text = call("inspect", folder).went_well()
+    value = json.loads(call("inspect", folder, "--json").went_well())
+
+    assert value["config"] == json.loads((folder / "config.json").read_bytes())
+    assert value["tensors"]
+    assert all(name in text for name in value["tensors"])
+
+
+def test_verify_passes_a_good_bundle(llama_bundle: TinyBundle) -> None:
+    text = spawn("verify", llama_bundle.folder, without=RUNTIME_ONLY).went_well()
+    assert text.endswith(f"{llama_bundle.folder}: ok\n")
+
+
+def test_verify_runs_every_static_graph(llama_bundle: TinyBundle) -> None:
+    text = call("verify", llama_bundle.folder, "--engine", "onnxruntime").went_well()
+
+    graphs = read_manifest(llama_bundle.folder).graphs
+    for graph in graphs:
+        assert (f"{graph.file}: largest difference" in text) != graph.is_symbolic
+    assert text.endswith(": ok\n")
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_verify_sees_a_graph_that_computes_something_else(
+    llama_bundle: TinyBundle, tmp_path: Path, role: str
+) -> None:
+    bundle = copy_folder(llama_bundle.folder, tmp_path / "bundle")
+    graphs = read_manifest(bundle).graphs
+    graph = [graph for graph in graphs if graph.role == role and not graph.is_symbolic][-1]
+    perturb(bundle / "graphs" / graph.file)
+    call("verify", bundle).refused(graph.file)
+    seal(bundle)
+
+    call("verify", bundle).went_well()
+    call("verify", bundle, "--engine", "onnxruntime").refused(graph.file, "differs by")
+
+
+def perturb(file: Path) -> None:
+    """Turn one sigmoid into a tanh: every shape and type stays."""
+    model = onnx.load(file, load_external_data=False)
+    node = next(node for node in model.graph.node if node.op_type == "Sigmoid")
+    node.op_type = "Tanh"
+    file.write_bytes(model.SerializeToString())
+
+
+def test_doctor_reports() -> None:
+    report = json.loads(call("doctor", "--json").went_well())
+    assert "onnxruntime" in report["runs"]
+    text = call("doctor").went_well()
+    assert all(row["name"] in text for row in report["rows"])
+
+
+def test_dry_run_shows_the_plan_and_writes_nothing(
+    llama_bundle: TinyBundle, tmp_path: Path
+) -> None:
+    output = tmp_path / "new" / "bundle"
+    options = ("--drafter", llama_bundle.drafter_folder, "--output", output, "--nodes", "12")
+
+    text = export(llama_bundle.target_folder, *options, "--max-context", "200", "--dry-run")
+
+    facts = dict(
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in text.went_well().splitlines()
+        if line.count("│") == 3
+    )
+    assert (facts["target"], facts["drafter"][-7:]) == ("target, llama", "4 slots")
+    assert (facts["nodes"], facts["cache buckets"], facts["graphs"]) == ("12", "200", "7")
+    assert not list(tmp_path.iterdir())
+
+
+def test_own_warnings_are_shown_when_all_goes_well(
+    llama_bundle: TinyBundle, tmp_path: Path
+) -> None:
+    target = copy_folder(llama_bundle.target_folder, tmp_path / "target")
+    (target / "stray.safetensors").write_bytes(b"")
+
+    done = export(target, "--output", tmp_path / "bundle", "--max-context", "32", "--dry-run")
+
+    assert done.status == 0
+    assert done.stderr.startswith("WARNING: ")
+    assert "stray.safetensors" in done.stderr
+
+
+def test_third_parties_are_silent(llama_bundle: TinyBundle, tmp_path: Path) -> None:
+    chatter = """
+import logging, warnings
+import pspec.export.pipeline as pipeline
+real = pipeline.load_target
+def load_target(source):
+    warnings.warn("chatter", FutureWarning)
+    logging.getLogger("third.party").warning("chatter")
+    return real(source)
+pipeline.load_target = load_target
+"""
+    arguments = ("--output", tmp_path / "bundle", "--max-context", "32", "--dry-run")
+
+    for target in (llama_bundle.target_folder, tmp_path):
+        done = spawn(target, *arguments, program="pspec-export", prelude=chatter)
+        assert "chatter" not in done.stdout + done.stderr
+        assert done.status == (2 if target == tmp_path else 0)
+
+
+def test_export_without_its_libraries_names_the_extra(tmp_path: Path) -> None:
+    arguments = ("somewhere", "--output", tmp_path / "bundle")
+    done = spawn(*arguments, program="pspec-export", without=["torch"])
+    done.refused("torch is not installed", "pip install 'pspec-toolkit[export,cpu]'")
+
+
+@pytest.mark.parametrize("command", [("generate", "--prompt", "x"), ("verify", "--engine", "auto")])
+def test_running_without_an_engine_names_the_extra(
+    llama_bundle: TinyBundle, command: tuple[str, ...]
+) -> None:
+    name, *options = command
+    done = spawn(name, llama_bundle.folder, *options, without=["onnxruntime"])
+    done.refused("onnxruntime", "pip install 'pspec-toolkit[cpu]'")
