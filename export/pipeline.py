@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import platform
 import shutil
@@ -359,6 +360,7 @@ def _release(job: _Job) -> None:
     for model in job.models.values():
         for stage in model.stages:
             stage.module.to("meta")
+    gc.collect()  # the tracer leaves cycles that hold parameters
 
 
 def _write_text(job: _Job, rows: Sequence[ParityRow]) -> None:

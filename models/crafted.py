@@ -212,6 +212,8 @@ def _write_table(mlp: Mlp, at: _Channels, table: Tensor) -> None:
     slots, vocab, _ = table.shape
     mlp.gate_proj.weight[at.slot] = 2 * _FIRES * torch.eye(slots).repeat_interleave(vocab, dim=1)
     mlp.gate_proj.weight[at.last] = 2 * _FIRES * torch.eye(vocab).repeat(1, slots)
+    assert mlp.gate_proj.bias is not None
+    assert mlp.up_proj.bias is not None
     mlp.gate_proj.bias.fill_(-3 * _FIRES)
     mlp.up_proj.bias.fill_(1 / _FIRES)
     mlp.down_proj.weight[:, at.logits] = table.flatten(0, 1)
