@@ -42,13 +42,18 @@ def random_drafter(config: DrafterConfig, seed: int = 7) -> Drafter:
 
 
 def tiny_bundle(
-    folder: Path, family: str = "llama", *, drafter: dict[str, Any] | None = None, **request: Any
+    folder: Path,
+    family: str = "llama",
+    *,
+    drafter: dict[str, Any] | None = None,
+    positions: int = 256,
+    **request: Any,
 ) -> TinyBundle:
     """Export a tiny target of ``family`` and a random drafter.
 
     ``drafter`` overrides fields of the default drafter config, ``request`` those of the export.
     """
-    hf_model, target_folder = make_hf(family, folder / "target")
+    hf_model, target_folder = make_hf(family, folder / "target", max_position_embeddings=positions)
     target = load_target(str(target_folder))
     base = initial_config(target.decoder, slots=4)
     config = DrafterConfig(

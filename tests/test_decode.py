@@ -1,0 +1,209 @@
+"""Every way of drafting gives plain decoding's tokens; every way of ending keeps its books."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from bundles import TinyBundle
+from pspec.errors import RequestError
+from pspec.runtime.bundle import open_bundle
+from pspec.runtime.decode import Decoding
+from pspec.runtime.drafter import Drafter
+from pspec.runtime.generate import Generation, GenerationConfig, Generator
+from pspec.runtime.replay import Kind, ReplayDrafter
+
+KINDS: tuple[Kind, ...] = ("oracle", "anti-oracle", "second-best")
+MODES = ("off", "lookup", "bundle", *KINDS)
+SLOTS = 4
+NEW = 24
+
+
+@pytest.fixture(scope="module", params=["llama_bundle", "qwen3_bundle"])
+def bundle(request: pytest.FixtureRequest) -> TinyBundle:
+    result: TinyBundle = request.getfixturevalue(request.param)
+    return result
+
+
+@pytest.fixture(scope="module")
+def generator(bundle: TinyBundle) -> Generator:
+    return Generator(open_bundle(bundle.folder))
+
+
+def make_prompt(length: int) -> list[int]:
+    tokens = torch.randint(3, 250, (length,), generator=torch.Generator().manual_seed(length))
+    return [int(token) for token in tokens]
+
+
+def reference(bundle: TinyBundle, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens of transformers, end-of-sequence tokens ignored."""
+    ids = torch.tensor([prompt])
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    result = bundle.hf_model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **options
+    )
+    tokens: list[int] = result[0, len(prompt) :].tolist()
+    return tokens
+
+
+def drafter_for(mode: str, ids: list[int], vocab_size: int) -> Drafter | None:
+    return ReplayDrafter(mode, ids, SLOTS, vocab_size) if mode in KINDS else None
+
+
+def run(
+    generator: Generator, mode: str, prompt: list[int], answer: list[int], **settings: Any
+) -> tuple[Generation, Decoding]:
+    """Answer a prompt in one mode; ``answer`` is what replay drafters replay."""
+    vocab_size = generator.bundle.manifest.target.vocab_size
+    settings.setdefault("eos_token_id", ())
+    draft = "off" if mode in KINDS else mode
+    config = GenerationConfig(draft=draft, **settings)  # type: ignore[arg-type]
+    decoding = generator.decode(config, drafter_for(mode, prompt + answer, vocab_size))
+    stream = generator.stream(prompt, decoding, config)
+    texts = []
+    try:
+        while True:
+            texts.append(next(stream).text)
+    except StopIteration as end:
+        result: Generation = end.value
+    assert "".join(texts) == result.text
+    return result, decoding
+
+
+def check_books(result: Generation, decoding: Decoding, prompt: list[int]) -> None:
+    """Usage, cache and statistics describe the same tokens."""
+    stats, count = decoding.stats, len(result.token_ids)
+    usage = result.to_json()["usage"]
+    assert usage == {"prompt_tokens": len(prompt), "completion_tokens": count}
+    assert stats.committed == max(count - 1, 0)
+    assert 0 <= stats.accepted <= stats.committed
+    assert stats.accepted == sum(stats.accepted_by_slot)
+    if count:
+        assert int(decoding.target.engine.lengths[0]) == len(prompt) + count - 1
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 20, 70])
+def test_every_mode_says_what_transformers_says(
+    bundle: TinyBundle, generator: Generator, length: int
+) -> None:
+    prompt = make_prompt(length)
+    answer = reference(bundle, prompt, NEW)
+    for mode in MODES:
+        result, decoding = run(generator, mode, prompt, answer, max_new_tokens=NEW)
+        assert result.token_ids == answer, mode
+        assert result.finish_reason == "length"
+        check_books(result, decoding, prompt)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_position_declared_the_end(generator: Generator, mode: str) -> None:
+    prompt = make_prompt(6)
+    answer, _ = run(generator, "off", prompt, [], max_new_tokens=NEW)
+    for position, token in enumerate(answer.token_ids):
+        first = answer.token_ids.index(token)
+        result, decoding = run(
+            generator, mode, prompt, answer.token_ids, max_new_tokens=NEW, eos_token_id=(token,)
+        )
+        assert result.token_ids == answer.token_ids[: first + 1], position
+        assert result.finish_reason == "stop"
+        check_books(result, decoding, prompt)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_budgets_are_exact(generator: Generator, mode: str) -> None:
+    prompt = make_prompt(5)
+    answer, _ = run(generator, "off", prompt, [], max_new_tokens=NEW)
+    for budget in range(2 * SLOTS + 4):
+        result, decoding = run(generator, mode, prompt, answer.token_ids, max_new_tokens=budget)
+        assert result.token_ids == answer.token_ids[:budget]
+        assert result.finish_reason == "length"
+        check_books(result, decoding, prompt)
+
+
+def test_an_end_on_the_budget_is_an_end(generator: Generator) -> None:
+    prompt = make_prompt(5)
+    answer, _ = run(generator, "off", prompt, [], max_new_tokens=NEW)
+    last = answer.token_ids[7]
+    budget = answer.token_ids.index(last) + 1
+    for mode in MODES:
+        result, _ = run(
+            generator,
+            mode,
+            prompt,
+            answer.token_ids,
+            max_new_tokens=budget,
+            eos_token_id=(last,),
+        )
+        assert result.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("left", [1, 2, 3, 5, 9])
+def test_the_context_ends(bundle: TinyBundle, generator: Generator, left: int) -> None:
+    context = generator.bundle.manifest.plan.max_context
+    prompt = make_prompt(context - left)
+    answer = reference(bundle, prompt, left)
+    for mode in MODES:
+        result, decoding = run(generator, mode, prompt, answer, max_new_tokens=500)
+        assert result.token_ids == answer
+        assert result.finish_reason == "length"
+        check_books(result, decoding, prompt)
+
+
+def stop_cases(text: str) -> Iterator[str]:
+    """Strings that end the text at each of its offsets, within tokens and across them."""
+    for start in range(len(text)):
+        for length in (1, 2, 5):
+            if start + length <= len(text):
+                yield text[start : start + length]
+
+
+@pytest.mark.parametrize("mode", ["off", "lookup", "bundle", "oracle", "second-best"])
+def test_stop_strings_at_every_offset(generator: Generator, mode: str) -> None:
+    prompt = make_prompt(4)
+    answer, _ = run(generator, "off", prompt, [], max_new_tokens=NEW)
+    assert len(answer.text) > 10
+    for stop in dict.fromkeys(stop_cases(answer.text)):
+        result, decoding = run(
+            generator, mode, prompt, answer.token_ids, max_new_tokens=NEW, stop_strings=(stop,)
+        )
+        plain, _ = run(generator, "off", prompt, [], max_new_tokens=NEW, stop_strings=(stop,))
+        assert result.text == answer.text[: answer.text.index(stop)]
+        assert result.finish_reason == "stop"
+        assert result.token_ids == plain.token_ids
+        shown = generator.text.decode(result.token_ids)
+        assert stop in shown
+        # A broken character is only known to be one later on: such a stop is found at its end.
+        if "\ufffd" not in stop:
+            assert stop not in generator.text.decode(result.token_ids[:-1])
+        check_books(result, decoding, prompt)
+
+
+def test_a_prompt_as_long_as_the_context_is_refused(generator: Generator) -> None:
+    context = generator.bundle.manifest.plan.max_context
+    with pytest.raises(RequestError, match=f"has {context} tokens"):
+        run(generator, "off", make_prompt(context), [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_new_tokens": -1}, "max_new_tokens is -1"),
+        ({"temperature": 0.5}, "temperature 0.5 is not there yet"),
+        ({"nodes": 0}, "nodes 0 is not in 1..8"),
+        ({"nodes": 9}, "nodes 9 is not in 1..8"),
+    ],
+)
+def test_bad_settings_are_refused(
+    generator: Generator, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        run(generator, "off", make_prompt(3), [], **settings)
+
+
+def test_plain_decoding_has_a_tau_of_exactly_one(generator: Generator) -> None:
+    result, _ = run(generator, "off", make_prompt(3), [], max_new_tokens=NEW)
+    assert result.stats.tau == 1.0
+    assert result.stats.rounds == NEW - 1
