@@ -210,7 +210,9 @@ class Generator:
                 decoding.retract(block, kept)
                 reason = "stop"
             elif reason is not None:
-                text += writer.finish()
+                rest, stopped = writer.finish()
+                text += rest
+                reason = "stop" if stopped else reason
             tokens = block.tokens if kept is None else block.tokens[:kept]
             yield Chunk(text, tokens, min(block.accepted, len(tokens)), reason)
             if reason is not None:
@@ -287,10 +289,10 @@ class _Writer:
                 return self._show(new), count
         return self._show(new), None
 
-    def finish(self) -> str:
-        """What was held back for an incomplete character or stop string."""
+    def finish(self) -> tuple[str, bool]:
+        """What was held back, and whether it completed a stop string (a character cut in half)."""
         piece, stopped = self._stops.feed(self._detokenizer.finish())
-        return self._show(piece if stopped else piece + self._stops.flush())
+        return self._show(piece if stopped else piece + self._stops.flush()), stopped
 
     def _show(self, new: str) -> str:
         self.text += new
