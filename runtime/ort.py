@@ -42,6 +42,9 @@ def open_session(path: Path, threads: int | None, *, prepack: bool = True) -> An
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
+    # Target and drafter take turns on the same cores: a pool that goes on spinning after its run
+    # slows the other one's down.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     if threads:
         options.intra_op_num_threads = threads
     if not prepack:
