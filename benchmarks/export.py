@@ -237,6 +237,8 @@ def main(
     from _reference import target_path
 
     facts = conditions()
+    if work is not None:
+        work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="pspec-bench-", dir=work) as place:
         folder = Path(place)
         request: dict[str, Any] = {**plan, "output": str(folder / "bundle")}
