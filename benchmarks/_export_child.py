@@ -68,7 +68,8 @@ def watcher(stages: Stages) -> Watcher:
 
 def export(request: dict[str, Any]) -> dict[str, Any]:
     """Export, and say what each stage took."""
-    from pspec.export.pipeline import ExportRequest, export_bundle
+    from pspec.export.pipeline import export_bundle
+    from pspec.export.request import ExportRequest
 
     paths = {name: Path(request[name]) for name in ("output", "drafter") if request.get(name)}
     stages = Stages()

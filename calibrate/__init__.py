@@ -1,1 +1,1 @@
-"""TODO."""
+"""Quantisation, acceptance and cost profiles, tree planning: empty so far."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""From torch modules to a bundle of static ONNX graphs."""

@@ -8,15 +8,10 @@ its finished stages there. A run that fails for a reason of its input leaves not
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
-import os
-import platform
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +19,17 @@ import msgspec
 import onnx_ir as ir
 from torch import Tensor
 
-import pspec
-from pspec.errors import ConfigError, EngineError, PspecError
+from pspec.errors import EngineError, PspecError
 from pspec.export.assemble import assemble_graph
+from pspec.export.describe import (
+    drafter_spec,
+    export_key,
+    graph_spec,
+    provenance,
+    shape_name,
+    target_name,
+    target_spec,
+)
 from pspec.export.lint import check_graph
 from pspec.export.parity import (
     Outputs,
@@ -36,51 +39,28 @@ from pspec.export.parity import (
     passed,
     torch_outputs,
 )
-from pspec.export.plan import drafter_sizes, make_plan, target_sizes
+from pspec.export.plan import drafter_sizes, target_sizes
 from pspec.export.report import parity_files
+from pspec.export.request import ExportRequest, graph_models, missing_parents, plan_export
 from pspec.export.trace import trace_stages
-from pspec.export.weights import external_tensors, unique_bytes, write_weights
+from pspec.export.weights import external_tensors, write_weights
 from pspec.files import disk_errors, publish_folder, sha256_file, write_file
-from pspec.models.checkpoint import LoadedTarget, load_target
-from pspec.models.decoder import TargetGraph
-from pspec.models.drafter import Drafter, DrafterGraph
-from pspec.models.drafter_file import check_match, drafter_fingerprint, read_drafter
+from pspec.models.checkpoint import LoadedTarget
 from pspec.models.graph import GraphModel
 from pspec.progress import Watcher
 from pspec.runtime.bundle import GRAPH_FOLDER, write_manifest
 from pspec.runtime.manifest import (
     MANIFEST_FILE,
     SCHEMA_VERSION,
-    CacheSpec,
     FileHash,
     GraphSpec,
     Manifest,
-    ParallelSpec,
     Role,
     ShapePlan,
     StoredTensor,
-    TargetSpec,
-    TensorSpec,
 )
 
-LOOKUP_SLOTS = 8
-"""Longest prompt-lookup continuation; it sets the depth of trees in a bundle without a drafter."""
 _PROGRESS_FILE = "progress.json"
-
-
-@dataclass(frozen=True)
-class ExportRequest:
-    """What to export; every field has a command-line option of its name."""
-
-    target: str
-    output: Path
-    drafter: Path | None = None
-    precision: str = "fp32"
-    platform: str = "generic"
-    max_context: int = 1024
-    nodes: int = 8
-    batch: int = 1
-    force: bool = False
 
 
 @dataclass
@@ -91,7 +71,6 @@ class _Job:
     folder: Path
     watcher: Watcher
     target: LoadedTarget
-    drafter: Drafter | None
     plan: ShapePlan
     models: dict[Role, GraphModel]
     finished: dict[str, Any] = field(default_factory=dict)
@@ -99,56 +78,6 @@ class _Job:
     @property
     def graphs(self) -> Path:
         return self.folder / GRAPH_FOLDER
-
-
-def plan_export(request: ExportRequest) -> tuple[LoadedTarget, Drafter | None, ShapePlan]:
-    """Load and check everything that can be refused before any work is done.
-
-    Raises:
-        PspecError: for the first thing that cannot be exported.
-    """
-    if request.precision != "fp32":
-        raise ConfigError(f"--precision {request.precision} is not there yet: use fp32")
-    if request.platform != "generic":
-        raise ConfigError(f"--platform {request.platform} is not there yet: use generic")
-    _check_output(request)
-    drafter = read_drafter(request.drafter) if request.drafter else None
-    target = load_target(request.target)
-    if drafter is not None and request.drafter is not None:
-        check_match(drafter.config, target.config, request.drafter)
-    plan = make_plan(
-        max_context=request.max_context,
-        nodes=request.nodes,
-        batch=request.batch,
-        slots=drafter.config.slots if drafter else LOOKUP_SLOTS,
-        limit=target.config.max_positions,
-    )
-    return target, drafter, plan
-
-
-def _check_output(request: ExportRequest) -> None:
-    """Refuse a place that cannot be written or that holds what is to be read."""
-    output = request.output
-    if os.path.lexists(output) and not request.force:
-        raise ConfigError(f"{output} is in use: choose another --output or pass --force")
-    drafter = [request.drafter] if request.drafter else []
-    for source in (Path(request.target), *drafter, Path.cwd()):
-        read = source.expanduser().resolve()
-        if output.resolve() in (read, *read.parents) and read.exists():
-            raise ConfigError(f"--output {output} would replace {source}: choose another")
-    with disk_errors(output):
-        place = _missing_parents(output)[0].parent
-        if not place.is_dir():
-            raise ConfigError(f"--output {output}: {place} is not a folder")
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "not writable", str(place))
-
-
-def _missing_parents(output: Path) -> list[Path]:
-    """``output`` and the folders above it that are not there yet, from the top."""
-    output = output.absolute()
-    missing = [path for path in output.parents if not os.path.lexists(path)]
-    return [*reversed(missing), output]
 
 
 def export_bundle(request: ExportRequest, watcher: Watcher | None = None) -> Path:
@@ -162,9 +91,9 @@ def export_bundle(request: ExportRequest, watcher: Watcher | None = None) -> Pat
     target, drafter, plan = plan_export(request)
     output = request.output.absolute()
     folder = output.with_name(f".{output.name}.partial")
-    made = _missing_parents(output)[:-1]
-    models = _graph_models(target, drafter, plan)
-    job = _Job(request, folder, watcher, target, drafter, plan, models)
+    made = missing_parents(output)[:-1]
+    models = graph_models(target, drafter, plan)
+    job = _Job(request, folder, watcher, target, plan, models)
     try:
         with disk_errors(output):
             _resume(job)
@@ -182,28 +111,9 @@ def export_bundle(request: ExportRequest, watcher: Watcher | None = None) -> Pat
     return request.output
 
 
-def _graph_models(
-    target: LoadedTarget, drafter: Drafter | None, plan: ShapePlan
-) -> dict[Role, GraphModel]:
-    features = drafter.config.features if drafter else "none"
-    models: dict[Role, GraphModel] = {
-        "target": TargetGraph(
-            target.decoder,
-            batch=plan.batch,
-            positions=plan.max_context,
-            features=() if features == "none" else features,
-        )
-    }
-    if drafter is not None:
-        models["drafter"] = DrafterGraph(
-            drafter, target.decoder, batch=plan.batch, positions=plan.max_context
-        )
-    return models
-
-
 def _resume(job: _Job) -> None:
     """Find what an interrupted run of the very same export finished."""
-    key = _fingerprint(job)
+    key = export_key(job.request, job.target, job.plan)
     path = job.folder / _PROGRESS_FILE
     try:
         finished = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
@@ -273,11 +183,11 @@ def _write_graphs(job: _Job, stored: Sequence[StoredTensor]) -> list[GraphSpec]:
         job.watcher.stage("graphs", f"{role}: symbolic and {len(shapes) - 1} static")
         for number, sizes in enumerate(shapes, start=1):
             graph = assemble_graph(model, traced, tensors, sizes, role)
-            file = f"{role}.{_shape_name(sizes)}.onnx"
+            file = f"{role}.{shape_name(sizes)}.onnx"
             if sizes:
                 check_graph(graph, file)
             ir.save(graph, job.graphs / file)
-            specs.append(_graph_spec(file, role, sizes, graph))
+            specs.append(graph_spec(file, role, sizes, graph))
             job.watcher.advance(number, len(shapes))
     _finish(job, "graphs", specs)
     return specs
@@ -285,29 +195,6 @@ def _write_graphs(job: _Job, stored: Sequence[StoredTensor]) -> list[GraphSpec]:
 
 def _sizes(role: Role, plan: ShapePlan) -> list[dict[str, int]]:
     return target_sizes(plan) if role == "target" else drafter_sizes(plan)
-
-
-def _shape_name(sizes: dict[str, int]) -> str:
-    if not sizes:
-        return "symbolic"
-    count = sizes.get("nodes") or sizes["accepted"]
-    return f"{'n' if 'nodes' in sizes else 'a'}{count}.s{sizes['slots']}"
-
-
-def _graph_spec(file: str, role: Role, sizes: dict[str, int], graph: ir.Model) -> GraphSpec:
-    names = {"FLOAT": "float32", "FLOAT16": "float16", "INT32": "int32", "BOOL": "bool"}
-
-    def specs(values: Iterable[ir.Value]) -> tuple[TensorSpec, ...]:
-        return tuple(
-            TensorSpec(
-                str(value.name),
-                tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape or ()),
-                names[value.dtype.name if value.dtype else ""],  # type: ignore[arg-type]
-            )
-            for value in values
-        )
-
-    return GraphSpec(file, role, sizes, specs(graph.graph.inputs), specs(graph.graph.outputs))
 
 
 def _check_parity(job: _Job, specs: Sequence[GraphSpec]) -> list[ParityRow]:
@@ -385,87 +272,14 @@ def _publish(
         name=target_name(job.target),
         platform=job.request.platform,
         precision=job.request.precision,
-        target=_target_spec(job),
-        drafter=_drafter_spec(job),
+        target=target_spec(job.target, job.models["target"]),
+        drafter=drafter_spec(job.models.get("drafter")),
         plan=job.plan,
         graphs=tuple(specs),
         tensors=tuple(stored),
-        provenance=_provenance(job, stored),
+        provenance=provenance(job.request, job.target, stored),
         files=hashes,
     )
     write_manifest(job.folder, manifest)
     (job.folder / _PROGRESS_FILE).unlink()
     publish_folder(job.folder, output)
-
-
-def target_name(target: LoadedTarget) -> str:
-    """What people call the target: the last part of a folder, file or hub id."""
-    return Path(target.source).name.removesuffix(".gguf")
-
-
-def _target_spec(job: _Job) -> TargetSpec:
-    config, model = job.target.config, job.models["target"]
-    assert isinstance(model, TargetGraph)
-    block = config.block
-    return TargetSpec(
-        family=config.family,
-        vocab_size=config.vocab_size,
-        hidden_size=block.hidden_size,
-        max_positions=config.max_positions,
-        cache=CacheSpec(config.num_layers, block.num_key_value_heads, block.head_dim),
-        features=model.features or "none",
-        feature_size=model.feature_size if model.features else 0,
-        bos_token_id=config.bos_token_id,
-        eos_token_ids=config.eos_token_ids,
-    )
-
-
-def _drafter_spec(job: _Job) -> ParallelSpec | None:
-    if job.drafter is None:
-        return None
-    config, model = job.drafter.config, job.models["drafter"]
-    assert isinstance(model, DrafterGraph)
-    block = config.block
-    return ParallelSpec(
-        slots=config.slots,
-        candidates=model.candidates,
-        shift=config.shift,
-        feature_size=config.feature_size,
-        cache=CacheSpec(config.num_layers, block.num_key_value_heads, block.head_dim),
-        config=msgspec.to_builtins(config),
-    )
-
-
-def _provenance(job: _Job, stored: Sequence[StoredTensor]) -> dict[str, str]:
-    return {
-        **_versions(),
-        "target_fingerprint": job.target.fingerprint,
-        "drafter_fingerprint": _drafter_key(job.request),
-        "weight_bytes": str(unique_bytes(stored)),
-    }
-
-
-def _versions() -> dict[str, str]:
-    packages = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime")
-    return {
-        "pspec": pspec.__version__,
-        "python": platform.python_version(),
-        **{name: version(name) for name in packages},
-    }
-
-
-def _drafter_key(request: ExportRequest) -> str:
-    return drafter_fingerprint(request.drafter) if request.drafter else "none"
-
-
-def _fingerprint(job: _Job) -> str:
-    request = job.request
-    parts = [
-        repr(_versions()),
-        job.target.fingerprint,
-        _drafter_key(request),
-        request.precision,
-        request.platform,
-        repr(job.plan),
-    ]
-    return sha256("\n".join(parts).encode()).hexdigest()

@@ -1,1 +1,1 @@
-"""TODO."""
+"""PyTorch definitions: target families, the parallel drafter, checkpoint readers."""

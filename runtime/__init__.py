@@ -1,1 +1,1 @@
-"""TODO."""
+"""Bundles run: engines, cache, token tree, acceptance, generation. Never imports torch."""

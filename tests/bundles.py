@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from pspec.export.pipeline import ExportRequest, export_bundle
+from pspec.export.pipeline import export_bundle
+from pspec.export.request import ExportRequest
 from pspec.models.checkpoint import load_target
 from pspec.models.drafter import Drafter
 from pspec.models.drafter_config import DrafterConfig, check_drafter

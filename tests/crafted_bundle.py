@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pspec.export.pipeline import ExportRequest, export_bundle
+from pspec.export.pipeline import export_bundle
+from pspec.export.request import ExportRequest
 from pspec.models.crafted import (
     Kind,
     permutation_target,

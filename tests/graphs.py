@@ -18,8 +18,8 @@ from pspec.export.trace import TracedStage, trace_stages
 from pspec.export.weights import WEIGHT_FILE, external_tensors, write_weights
 from pspec.models.checkpoint import load_target
 from pspec.models.decoder import Decoder, TargetGraph
-from pspec.models.drafter import DrafterGraph
 from pspec.models.drafter_config import DrafterConfig
+from pspec.models.drafter_graph import DrafterGraph
 from pspec.models.graph import GraphModel
 from pspec.models.initial import initial_config
 from pspec.runtime.manifest import ShapePlan, StoredTensor

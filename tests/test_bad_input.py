@@ -38,7 +38,8 @@ from commands import (
 from pspec.errors import BundleError, PspecError
 from pspec.export import pipeline
 from pspec.export.assemble import assemble_graph
-from pspec.export.pipeline import ExportRequest, export_bundle
+from pspec.export.pipeline import export_bundle
+from pspec.export.request import ExportRequest
 from pspec.export.trace import TracedStage, trace_stages
 from pspec.export.weights import write_weights
 from pspec.models.drafter import Drafter

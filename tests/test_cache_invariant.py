@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from bundles import TinyBundle, tiny_bundle
 from pspec.models.checkpoint import load_target
 from pspec.models.decoder import TargetGraph
-from pspec.models.drafter import DrafterGraph
 from pspec.models.drafter_file import read_drafter
+from pspec.models.drafter_graph import DrafterGraph
 from pspec.models.graph import GraphModel, run_graph
 from pspec.runtime.bundle import open_bundle
 from pspec.runtime.decode import Decoding

@@ -286,13 +286,13 @@ def test_own_warnings_are_shown_when_all_goes_well(
 def test_third_parties_are_silent(llama_bundle: TinyBundle, tmp_path: Path) -> None:
     chatter = """
 import logging, warnings
-import pspec.export.pipeline as pipeline
-real = pipeline.load_target
+import pspec.export.request as request
+real = request.load_target
 def load_target(source):
     warnings.warn("chatter", FutureWarning)
     logging.getLogger("third.party").warning("chatter")
     return real(source)
-pipeline.load_target = load_target
+request.load_target = load_target
 """
     arguments = ("--output", tmp_path / "bundle", "--max-context", "32", "--dry-run")
 

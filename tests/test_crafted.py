@@ -26,7 +26,7 @@ from pspec.models.crafted import (
     table_config,
     table_drafter,
 )
-from pspec.models.drafter import DrafterGraph
+from pspec.models.drafter_graph import DrafterGraph
 from pspec.models.graph import run_graph
 from pspec.runtime.bundle import open_bundle
 from pspec.runtime.decode import Decoding, Stats, TreeSettings

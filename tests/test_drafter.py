@@ -29,8 +29,8 @@ from plain_drafter import (
 )
 from pspec.models.config import BlockConfig, RopeConfig, TargetConfig
 from pspec.models.decoder import Decoder
-from pspec.models.drafter import DrafterGraph
 from pspec.models.drafter_file import read_drafter
+from pspec.models.drafter_graph import DrafterGraph
 from pspec.models.graph import run_graph
 
 Array = NDArray[np.float64]

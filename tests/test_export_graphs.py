@@ -23,7 +23,7 @@ from pspec.export.lint import ALLOWED_OPS, check_graph, lint_graph
 from pspec.export.parity import compare_graph, make_feeds, passed, torch_outputs
 from pspec.export.trace import TracedStage, freeze_stage, trace_stages
 from pspec.export.weights import WEIGHT_FILE, external_tensors, unique_bytes, write_weights
-from pspec.models import decoder, drafter
+from pspec.models import decoder, drafter_graph
 from pspec.models.graph import Stage, Value, run_graph
 from pspec.models.layers import MASKED, Linear, RMSNorm, attend
 from tiny import VOCAB_SIZE
@@ -179,7 +179,7 @@ def table(module: Any, kind: str) -> list[tuple[str, list[str], str]]:
 def expected_io(
     traced: Traced, role: str, kind: str, letters: Mapping[str, int | str]
 ) -> list[tuple[str, tuple[int | str, ...], str]]:
-    module = {"target": decoder, "drafter": drafter}[role]
+    module = {"target": decoder, "drafter": drafter_graph}[role]
     layers = sum(name.startswith("past_key") for name in (v.name for v in inputs_of(traced, role)))
     plain, cache = [], []
     for name, dims, dtype in table(module, kind):
@@ -232,7 +232,7 @@ def test_tables_are_parsed() -> None:
 
     assert names[0] == "token_ids"
     assert names[-2:] == ["past_key.l", "past_value.l"]
-    assert table(drafter, "output")[0] == ("draft_ids", ["B", "K", "m"], "int32")
+    assert table(drafter_graph, "output")[0] == ("draft_ids", ["B", "K", "m"], "int32")
 
 
 def test_inputs_and_outputs_are_those_of_the_tables(traced: Traced) -> None:

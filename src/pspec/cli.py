@@ -62,7 +62,8 @@ def export(engine: str, dry_run: bool, **options: Any) -> None:
     if engine != "none":
         choose_engine(engine)
     with _export_imports():
-        from pspec.export.pipeline import ExportRequest, export_bundle, plan_export
+        from pspec.export.pipeline import export_bundle
+        from pspec.export.request import ExportRequest, plan_export
         from pspec.show import Progress, show_parity, show_plan
     request = ExportRequest(**options | {"target": _target(options["target"])})
     if dry_run:

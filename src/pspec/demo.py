@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from pspec.export.pipeline import ExportRequest, export_bundle
+from pspec.export.pipeline import export_bundle
+from pspec.export.request import ExportRequest
 from pspec.models.checkpoint import load_target
 from pspec.models.drafter_file import write_drafter
 from pspec.models.initial import initial_config, initial_drafter

@@ -21,7 +21,7 @@ from pspec.runtime.bundle import open_bundle
 from pspec.runtime.manifest import Manifest, ShapePlan
 
 if TYPE_CHECKING:
-    from pspec.export.pipeline import ExportRequest
+    from pspec.export.request import ExportRequest
     from pspec.models.checkpoint import LoadedTarget
     from pspec.models.drafter import Drafter
 
@@ -68,7 +68,7 @@ def show_plan(
     request: ExportRequest, target: LoadedTarget, drafter: Drafter | None, plan: ShapePlan
 ) -> None:
     """What an export would make."""
-    from pspec.export.pipeline import target_name
+    from pspec.export.describe import target_name
     from pspec.export.plan import drafter_sizes, target_sizes
 
     sizes = sum(tensor.numel() * 4 for tensor in target.decoder.state_dict().values())

@@ -1,0 +1,107 @@
+"""What to export, checked before any work is done."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from pspec.errors import ConfigError
+from pspec.export.plan import make_plan
+from pspec.files import disk_errors
+from pspec.models.checkpoint import LoadedTarget, load_target
+from pspec.models.decoder import TargetGraph
+from pspec.models.drafter import Drafter
+from pspec.models.drafter_file import check_match, read_drafter
+from pspec.models.drafter_graph import DrafterGraph
+from pspec.models.graph import GraphModel
+from pspec.runtime.manifest import Role, ShapePlan
+
+LOOKUP_SLOTS = 8
+"""Longest prompt-lookup continuation; it sets the depth of trees in a bundle without a drafter."""
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to export; every field has a command-line option of its name."""
+
+    target: str
+    output: Path
+    drafter: Path | None = None
+    precision: str = "fp32"
+    platform: str = "generic"
+    max_context: int = 1024
+    nodes: int = 8
+    batch: int = 1
+    force: bool = False
+
+
+def plan_export(request: ExportRequest) -> tuple[LoadedTarget, Drafter | None, ShapePlan]:
+    """Load and check everything that can be refused before any work is done.
+
+    Raises:
+        PspecError: for the first thing that cannot be exported.
+    """
+    if request.precision != "fp32":
+        raise ConfigError(f"--precision {request.precision} is not there yet: use fp32")
+    if request.platform != "generic":
+        raise ConfigError(f"--platform {request.platform} is not there yet: use generic")
+    _check_output(request)
+    drafter = read_drafter(request.drafter) if request.drafter else None
+    target = load_target(request.target)
+    if drafter is not None and request.drafter is not None:
+        check_match(drafter.config, target.config, request.drafter)
+    plan = make_plan(
+        max_context=request.max_context,
+        nodes=request.nodes,
+        batch=request.batch,
+        slots=drafter.config.slots if drafter else LOOKUP_SLOTS,
+        limit=target.config.max_positions,
+    )
+    return target, drafter, plan
+
+
+def _check_output(request: ExportRequest) -> None:
+    """Refuse a place that cannot be written or that holds what is to be read."""
+    output = request.output
+    if os.path.lexists(output) and not request.force:
+        raise ConfigError(f"{output} is in use: choose another --output or pass --force")
+    drafter = [request.drafter] if request.drafter else []
+    for source in (Path(request.target), *drafter, Path.cwd()):
+        read = source.expanduser().resolve()
+        if output.resolve() in (read, *read.parents) and read.exists():
+            raise ConfigError(f"--output {output} would replace {source}: choose another")
+    with disk_errors(output):
+        place = missing_parents(output)[0].parent
+        if not place.is_dir():
+            raise ConfigError(f"--output {output}: {place} is not a folder")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "not writable", str(place))
+
+
+def missing_parents(output: Path) -> list[Path]:
+    """``output`` and the folders above it that are not there yet, from the top."""
+    output = output.absolute()
+    missing = [path for path in output.parents if not os.path.lexists(path)]
+    return [*reversed(missing), output]
+
+
+def graph_models(
+    target: LoadedTarget, drafter: Drafter | None, plan: ShapePlan
+) -> dict[Role, GraphModel]:
+    """The graphs of a bundle by role."""
+    features = drafter.config.features if drafter else "none"
+    models: dict[Role, GraphModel] = {
+        "target": TargetGraph(
+            target.decoder,
+            batch=plan.batch,
+            positions=plan.max_context,
+            features=() if features == "none" else features,
+        )
+    }
+    if drafter is not None:
+        models["drafter"] = DrafterGraph(
+            drafter, target.decoder, batch=plan.batch, positions=plan.max_context
+        )
+    return models
