@@ -848,3 +848,10 @@ def test_the_reference_itself_is_run_stage_by_stage(llama_graphs: Traced) -> Non
     torch.testing.assert_close(outputs["logits"], wanted.logits, atol=1e-4, rtol=1e-4)
     feature = torch.cat([wanted.hidden_states[1], outputs["feature"][..., 64:]], dim=-1)
     torch.testing.assert_close(outputs["feature"], feature, atol=1e-4, rtol=1e-4)
+
+
+def test_the_documented_operators_are_the_allowed_ones() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "platforms.md").read_text()
+    listed = text.split("```")[1].split()
+
+    assert listed == sorted(ALLOWED_OPS)
