@@ -81,14 +81,18 @@ class Decoding:
         """Prefill ``prompt`` and yield committed blocks until the sequence ends.
 
         Raises:
-            RequestError: for an empty prompt or one that leaves no room for an answer.
+            RequestError: for an empty prompt, one that leaves no room for an answer, and when
+                another sequence was begun on the same engine meanwhile.
         """
         limit = self._check(prompt, max_new_tokens)
         if max_new_tokens == 0:
             return
+        sequence = self.target.start()
         block = self._prefill(prompt, limit)
         yield block
         while block.finish_reason is None:
+            if self.target.sequence != sequence:
+                raise RequestError("another generation took the engine over: finish one at a time")
             block = self._round(limit)
             yield block
 
@@ -122,7 +126,6 @@ class Decoding:
     def _prefill(self, prompt: Sequence[int], limit: int) -> Block:
         start = time.perf_counter()
         self.ids = list(prompt)
-        self.target.start()
         if self.drafter is not None:
             self.drafter.start(prompt[0])
         done = 0

@@ -20,11 +20,15 @@ class Target:
     def __init__(self, engine: Engine, plan: ShapePlan) -> None:
         self.engine = engine
         self.plan = plan
+        self.sequence = 0
+        """Number of the sequence whose rows the cache holds."""
         self._binding: Binding | None = None
 
-    def start(self) -> None:
-        """Forget the sequence before."""
+    def start(self) -> int:
+        """Forget the sequence before; returns the new one's number."""
         self.engine.truncate(0, 0)
+        self.sequence += 1
+        return self.sequence
 
     def prefill(self, ids: Sequence[int]) -> Iterator[tuple[int, Features, int]]:
         """Run a prompt through the plan's chunks.

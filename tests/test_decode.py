@@ -207,3 +207,25 @@ def test_plain_decoding_has_a_tau_of_exactly_one(generator: Generator) -> None:
     result, _ = run(generator, "off", make_prompt(3), [], max_new_tokens=NEW)
     assert result.stats.tau == 1.0
     assert result.stats.rounds == NEW - 1
+
+
+def test_a_second_stream_ends_the_first_one_loudly(generator: Generator) -> None:
+    config = GenerationConfig(max_new_tokens=NEW, eos_token_id=())
+    first = generator.stream_generate(make_prompt(3), config)
+    next(first)
+    second = generator.generate(make_prompt(4), config)
+
+    with pytest.raises(RequestError, match="another generation took the engine over"):
+        list(first)
+    assert second.token_ids == generator.generate(make_prompt(4), config).token_ids
+
+
+def test_an_abandoned_stream_leaves_nothing_behind(generator: Generator) -> None:
+    config = GenerationConfig(max_new_tokens=NEW, eos_token_id=())
+    wanted = generator.generate(make_prompt(4), config).token_ids
+    for taken in range(4):
+        stream = generator.stream_generate(make_prompt(9), config)
+        for _ in range(taken):
+            next(stream)
+        stream.close()  # type: ignore[attr-defined]
+        assert generator.generate(make_prompt(4), config).token_ids == wanted
