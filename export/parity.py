@@ -63,10 +63,12 @@ def make_feeds(model: GraphModel, sizes: Mapping[str, int], kind: str, vocab: in
     feeds["token_ids"][:] = rng.integers(0, vocab, feeds["token_ids"].shape)
     if "tree_mask" in feeds:
         depths = _fill_tree(feeds["tree_mask"], rng)
-        feeds["position_ids"][:] = filled[:, None] + depths
+        # A context shorter than the shape has no positions for all of its nodes.
+        feeds["position_ids"][:] = np.minimum(filled[:, None] + depths, sizes["slots"] - 1)
         feeds["logit_rows"][:] = np.arange(sizes["rows"]) + count - sizes["rows"]
     if "token_count" in feeds:
-        feeds["token_count"][:] = rng.integers(1, count + 1, feeds["token_count"].shape)
+        most = min(count, sizes["slots"])
+        feeds["token_count"][:] = rng.integers(1, most + 1, feeds["token_count"].shape)
     return feeds
 
 

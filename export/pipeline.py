@@ -44,7 +44,7 @@ from pspec.export.report import parity_files
 from pspec.export.request import ExportRequest, graph_models, missing_parents, plan_export
 from pspec.export.trace import trace_stages
 from pspec.export.weights import external_tensors, write_weights
-from pspec.files import disk_errors, publish_folder, sha256_file, write_file
+from pspec.files import disk_errors, only_writer, publish_folder, sha256_file, write_file
 from pspec.models.checkpoint import LoadedTarget
 from pspec.models.graph import GraphModel
 from pspec.progress import Watcher
@@ -95,20 +95,27 @@ def export_bundle(request: ExportRequest, watcher: Watcher | None = None) -> Pat
     models = graph_models(target, drafter, plan)
     job = _Job(request, folder, watcher, target, plan, models)
     try:
-        with disk_errors(output):
-            _resume(job)
-            stored = _write_weights(job)
-            specs = _write_graphs(job, stored)
-            rows = _check_parity(job, specs)
-            _write_text(job, rows)
-            _publish(job, stored, specs, output)
-    except (PspecError, OSError):
-        shutil.rmtree(folder, ignore_errors=True)
-        for parent in reversed(made):
+        with disk_errors(output), only_writer(folder):
+            _run_stages(job, output)
+    except PspecError:
+        for parent in reversed(made):  # what this run made and left empty
             with contextlib.suppress(OSError):
                 parent.rmdir()
         raise
     return request.output
+
+
+def _run_stages(job: _Job, output: Path) -> None:
+    try:
+        _resume(job)
+        stored = _write_weights(job)
+        specs = _write_graphs(job, stored)
+        rows = _check_parity(job, specs)
+        _write_text(job, rows)
+        _publish(job, stored, specs, output)
+    except (PspecError, OSError):
+        shutil.rmtree(job.folder, ignore_errors=True)
+        raise
 
 
 def _resume(job: _Job) -> None:
@@ -120,7 +127,7 @@ def _resume(job: _Job) -> None:
     except (OSError, msgspec.DecodeError):
         finished = {}
     if finished.get("key") != key:
-        shutil.rmtree(job.folder, ignore_errors=True)
+        _empty(job.folder)
         finished = {"key": key}
     elif len(finished) > 1:
         job.watcher.note(f"resuming: {', '.join(sorted(finished.keys() - {'key'}))} already done")
@@ -128,6 +135,15 @@ def _resume(job: _Job) -> None:
     for stale in job.folder.rglob("*.partial"):  # of a process that was killed
         stale.unlink()
     job.finished = finished
+
+
+def _empty(folder: Path) -> None:
+    """Remove what is in ``folder``, which itself stays: it carries the lock."""
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
 
 
 def _finish(job: _Job, stage: str, result: object) -> None:

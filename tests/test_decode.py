@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bundles import TinyBundle
+from bundles import TinyBundle, tiny_bundle
 from pspec.errors import RequestError
 from pspec.runtime.bundle import open_bundle
 from pspec.runtime.decode import Decoding
@@ -229,3 +230,22 @@ def test_an_abandoned_stream_leaves_nothing_behind(generator: Generator) -> None
             next(stream)
         stream.close()  # type: ignore[attr-defined]
         assert generator.generate(make_prompt(4), config).token_ids == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "request_", [{"max_context": 2}, {"max_context": 3}, {"nodes": 1}, {"nodes": 3}, {"nodes": 200}]
+)
+def test_odd_shapes_decode_alike(tmp_path: Path, request_: dict[str, Any]) -> None:
+    # Contexts shorter than a chunk, trees of one node, trees larger than a chunk.
+    bundle = tiny_bundle(tmp_path, "llama", **request_)
+    generator = Generator(open_bundle(bundle.folder))
+    context = generator.bundle.manifest.plan.max_context
+    for length in (1, 2, 5, 70):
+        if length >= context:
+            continue
+        prompt = make_prompt(length)
+        wanted = reference(bundle, prompt, min(20, context - length))
+        for mode in ("off", "lookup", "bundle"):
+            result, _ = run(generator, mode, prompt, [], max_new_tokens=20)
+            assert result.token_ids == wanted, (mode, length)

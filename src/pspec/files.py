@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
@@ -51,6 +52,27 @@ def publish_folder(fresh: Path, folder: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
     elif replaces:  # a file, or a link, whose target is left alone
         old.unlink()
+
+
+@contextlib.contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Hold ``folder`` (made if needed) for this process alone.
+
+    Raises:
+        PspecError: another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise PspecError(
+                f"{folder} is being written by another process: wait for it"
+            ) from error
+        yield
+    finally:
+        os.close(handle)
 
 
 @contextlib.contextmanager
