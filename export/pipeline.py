@@ -254,8 +254,8 @@ def _check_sizes(spec: GraphSpec, plan: ShapePlan) -> dict[str, int]:
     slots = plan.buckets[0] - 3 if plan.buckets[0] > 8 else plan.buckets[0]
     count = 5
     if spec.role == "target":
-        return {"nodes": count, "slots": slots, "rows": 2}
-    return {"accepted": count, "slots": slots}
+        return {"batch": plan.batch, "nodes": count, "slots": slots, "rows": 2}
+    return {"batch": plan.batch, "accepted": count, "slots": slots}
 
 
 def _release(job: _Job) -> None:

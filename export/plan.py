@@ -45,7 +45,7 @@ def target_sizes(plan: ShapePlan) -> list[dict[str, int]]:
     """Sizes of every static target graph: plain, verify and prefill at every bucket."""
     calls = {(1, 1), (plan.nodes, plan.nodes), (plan.chunk, 1)}
     return [
-        {"nodes": nodes, "slots": slots, "rows": rows}
+        {"batch": plan.batch, "nodes": nodes, "slots": slots, "rows": rows}
         for slots in plan.buckets
         for nodes, rows in sorted(calls)
     ]
@@ -54,7 +54,7 @@ def target_sizes(plan: ShapePlan) -> list[dict[str, int]]:
 def drafter_sizes(plan: ShapePlan) -> list[dict[str, int]]:
     """Sizes of every static drafter graph: a round's accepted pairs and prefill at every bucket."""
     return [
-        {"accepted": accepted, "slots": slots}
+        {"batch": plan.batch, "accepted": accepted, "slots": slots}
         for slots in plan.buckets
         for accepted in sorted({plan.accepted, plan.chunk})
     ]

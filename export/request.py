@@ -95,13 +95,10 @@ def graph_models(
     models: dict[Role, GraphModel] = {
         "target": TargetGraph(
             target.decoder,
-            batch=plan.batch,
             positions=plan.max_context,
             features=() if features == "none" else features,
         )
     }
     if drafter is not None:
-        models["drafter"] = DrafterGraph(
-            drafter, target.decoder, batch=plan.batch, positions=plan.max_context
-        )
+        models["drafter"] = DrafterGraph(drafter, target.decoder, positions=plan.max_context)
     return models

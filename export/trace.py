@@ -29,7 +29,7 @@ OPSET = 18
 IR_VERSION = 8
 """IR 8 came with opset 18: the oldest that carries it, so the widest set of readers."""
 
-_EXAMPLE_SIZES = (7, 23, 5, 11)
+_EXAMPLE_SIZES = (3, 7, 23, 5)
 """Sizes while tracing, one a symbolic dim: all different, and no size that torch specialises."""
 _MAX_DIM = 1 << 20
 _FOLD_LIMIT = 4 * _MAX_DIM

@@ -1,6 +1,6 @@
 """The target: a decoder-only model that verifies a token tree against a cache it does not own.
 
-Graph (B rows and R, N, S symbolic; ``l`` is a layer):
+Graph (B, R, N, S symbolic; ``l`` is a layer):
 
 ================== =================== ======= ==============================================
 input              shape               type    meaning
@@ -127,20 +127,18 @@ class Join(nn.Module):
 
 
 class TargetGraph:
-    """A :class:`~pspec.models.graph.GraphModel` over a decoder for one batch size."""
+    """A :class:`~pspec.models.graph.GraphModel` over a decoder."""
 
-    dims = ("nodes", "slots", "rows")
+    dims = ("batch", "nodes", "slots", "rows")
 
     def __init__(
         self,
         decoder: Decoder,
         *,
-        batch: int,
         positions: int,
         features: Features = (),
     ) -> None:
         self.decoder = decoder
-        self.batch = batch
         self.features = features
         block = decoder.config.block
         self.rope = RopeTable(inverse_frequencies(decoder.config.rope, block.head_dim), positions)
@@ -153,7 +151,7 @@ class TargetGraph:
     @cached_property
     def inputs(self) -> Sequence[Value]:
         config = self.decoder.config
-        b = self.batch
+        b = "batch"
         fixed = [
             Value("token_ids", (b, "nodes"), "int32", "node 0 is the last committed token"),
             Value("position_ids", (b, "nodes"), "int32", "cache length + depth"),
@@ -166,7 +164,7 @@ class TargetGraph:
     @cached_property
     def outputs(self) -> Sequence[Value]:
         config = self.decoder.config
-        b = self.batch
+        b = "batch"
         fixed = [
             Value("next_token", (b, "rows"), "int32", "argmax, lowest id among equals"),
             Value("logits", (b, "rows", config.vocab_size), "float32"),
@@ -177,11 +175,11 @@ class TargetGraph:
 
     def _cache_shape(self, rows: str) -> tuple[int | str, ...]:
         block = self.decoder.config.block
-        return (self.batch, block.num_key_value_heads, rows, block.head_dim)
+        return ("batch", block.num_key_value_heads, rows, block.head_dim)
 
     def value(self, name: str) -> Value:
         block = self.decoder.config.block
-        b, group = self.batch, block.num_attention_heads // block.num_key_value_heads
+        b, group = "batch", block.num_attention_heads // block.num_key_value_heads
         inner = {
             "cos": Value("cos", (b, 1, "nodes", block.head_dim), "float32"),
             "sin": Value("sin", (b, 1, "nodes", block.head_dim), "float32"),

@@ -1,6 +1,6 @@
 """The parallel drafter: K distributions from one forward, its mask slots baked into the graph.
 
-Graph (B rows and symbolic A, S; ``l`` is a layer):
+Graph (B, A, S symbolic; ``l`` is a layer):
 
 ================== =================== ======= ==============================================
 input              shape               type    meaning
@@ -210,20 +210,18 @@ class Proposal(nn.Module):
 class DrafterGraph:
     """A :class:`~pspec.models.graph.GraphModel` over a drafter and the target it borrows from."""
 
-    dims = ("accepted", "slots")
+    dims = ("batch", "accepted", "slots")
 
     def __init__(
         self,
         drafter: Drafter,
         target: Decoder,
         *,
-        batch: int,
         positions: int,
         candidates: int = 16,
     ) -> None:
         self.drafter = drafter
         self.target = target
-        self.batch = batch
         config = drafter.config
         self.config = config
         self.candidates = min(candidates, config.head_size)
@@ -232,11 +230,11 @@ class DrafterGraph:
 
     def _cache_shape(self, rows: str) -> tuple[int | str, ...]:
         block = self.config.block
-        return (self.batch, block.num_key_value_heads, rows, block.head_dim)
+        return ("batch", block.num_key_value_heads, rows, block.head_dim)
 
     @cached_property
     def inputs(self) -> Sequence[Value]:
-        b, config = self.batch, self.config
+        b, config = "batch", self.config
         fixed = [
             Value("token_ids", (b, "accepted"), "int32", "real tokens since the last call"),
             Value("token_count", (b,), "int32", "how many of them count, at least 1"),
@@ -249,7 +247,7 @@ class DrafterGraph:
 
     @cached_property
     def outputs(self) -> Sequence[Value]:
-        b, config = self.batch, self.config
+        b, config = "batch", self.config
         best = (b, config.slots, self.candidates)
         fixed = [
             Value("draft_ids", best, "int32", "best candidates of each slot, in target ids"),
@@ -258,7 +256,7 @@ class DrafterGraph:
         return fixed + cache_values("new", config.num_layers, self._cache_shape("accepted"))
 
     def value(self, name: str) -> Value:
-        b, block = self.batch, self.config.block
+        b, block = "batch", self.config.block
         masks = self.config.slots - 1
         group = block.num_attention_heads // block.num_key_value_heads
         rows = f"accepted + {masks}"

@@ -114,7 +114,12 @@ class OrtEngine:
         return self._cache.rows(row)
 
     def _allocate(self, count: int, logit_rows: int) -> tuple[Binding, Array]:
-        sizes = {_COUNT[self._graph.role]: count, "rows": logit_rows, "slots": 0}
+        sizes = {
+            "batch": self._plan.batch,
+            _COUNT[self._graph.role]: count,
+            "rows": logit_rows,
+            "slots": 0,
+        }
         inputs = {spec.name: _array(spec, sizes) for spec in _plain(self._graph.inputs)}
         outputs = {spec.name: _array(spec, sizes) for spec in _plain(self._graph.outputs)}
         layers, two, batch, heads, _, size = self._cache.view.shape

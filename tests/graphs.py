@@ -77,8 +77,8 @@ def trace_tiny(
     config = DrafterConfig(**fields)
     positions = BUCKETS[-1]
     models: dict[str, GraphModel] = {
-        "target": TargetGraph(decoder, batch=batch, positions=positions, features=features),  # type: ignore[arg-type]
-        "drafter": DrafterGraph(random_drafter(config), decoder, batch=batch, positions=positions),
+        "target": TargetGraph(decoder, positions=positions, features=features),  # type: ignore[arg-type]
+        "drafter": DrafterGraph(random_drafter(config), decoder, positions=positions),
     }
     traces = {role: trace_stages(model) for role, model in models.items()}
     place = folder / "graphs"

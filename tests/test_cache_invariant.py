@@ -111,14 +111,14 @@ def reference_rows(model: GraphModel, feeds: dict[str, torch.Tensor], layers: in
 def empty_cache(model: GraphModel) -> dict[str, torch.Tensor]:
     """One slot that does not count."""
     sizes = [value for value in model.inputs if value.name.startswith("past_")]
-    shapes = {v.name: [1 if dim == "slots" else int(dim) for dim in v.shape] for v in sizes}
+    shapes = {v.name: [dim if isinstance(dim, int) else 1 for dim in v.shape] for v in sizes}
     return {name: torch.zeros(shape) for name, shape in shapes.items()}
 
 
 def target_reference(bundle: TinyBundle, ids: list[int], features: Any) -> tuple[Rows, Any]:
     """Rows and features of the target over ``ids``."""
     target = load_target(str(bundle.target_folder))
-    model = TargetGraph(target.decoder, batch=1, positions=len(ids), features=features)
+    model = TargetGraph(target.decoder, positions=len(ids), features=features)
     count = len(ids)
     feeds = empty_cache(model) | {
         "token_ids": torch.tensor([ids], dtype=torch.int32),
@@ -135,7 +135,7 @@ def drafter_reference(bundle: TinyBundle, ids: list[int], features: Any) -> Rows
     """Rows of the drafter over the pairs of ``ids``: shifted with features, or the tokens alone."""
     drafter = read_drafter(bundle.drafter_folder)
     target = load_target(str(bundle.target_folder))
-    model = DrafterGraph(drafter, target.decoder, batch=1, positions=len(ids))
+    model = DrafterGraph(drafter, target.decoder, positions=len(ids))
     tokens = ids[1:] if drafter.config.shift else ids
     feeds = empty_cache(model) | {
         "token_ids": torch.tensor([tokens], dtype=torch.int32),

@@ -104,7 +104,7 @@ def test_a_table_drafter_says_its_table(kind: Kind, shift: bool) -> None:
     table = proposal_table(kind, successor(), SLOTS)
     config = table_config(SLOTS, VOCAB_SIZE, VOCAB_SIZE, shift=shift)
     target = permutation_target(successor())
-    graph = DrafterGraph(table_drafter(config, table), target, batch=1, positions=1100)
+    graph = DrafterGraph(table_drafter(config, table), target, positions=1100)
     past = torch.zeros(1, 1, 1, VOCAB_SIZE)
     generator = torch.Generator().manual_seed(1)
     for count in (1, 2, 9, 1000):

@@ -322,14 +322,12 @@ def cases() -> Iterator[tuple[str, Config]]:
 CASES = dict(cases())
 
 
-def make_case(
-    folder: Path, fields: Config, *, batch: int = 1, tied: bool = False, seed: int = 0
-) -> Case:
+def make_case(folder: Path, fields: Config, *, tied: bool = False, seed: int = 0) -> Case:
     config = complete(**fields)
     tensors = random_tensors(config, seed)
     target = make_target(tied)
     drafter = read_drafter(write_plain(folder, config, tensors))
-    graph = DrafterGraph(drafter, target, batch=batch, positions=LENGTH + 1, candidates=CANDIDATES)
+    graph = DrafterGraph(drafter, target, positions=LENGTH + 1, candidates=CANDIDATES)
     rng = np.random.default_rng(seed + 1)
     tokens = rng.integers(0, config["target_vocab_size"], LENGTH)
     features = rng.standard_normal((LENGTH, feature_width(config))).astype(np.float32)
@@ -514,7 +512,7 @@ def test_a_half_full_chunk_may_reach_past_the_context(name: str, tmp_path: Path)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_rows_of_a_batch_do_not_meet(name: str, tmp_path: Path) -> None:
     cases = [make_case(tmp_path / str(i), CASES[name]) for i in range(2)]
-    pair = make_case(tmp_path / "pair", CASES[name], batch=2)
+    pair = make_case(tmp_path / "pair", CASES[name])
     cases[1].tokens, cases[1].features = cases[0].tokens[::-1].copy(), -cases[0].features
     expected = [Reference(case).run() for case in cases]
     callers = [Caller(case) for case in cases]
@@ -573,5 +571,5 @@ def test_mask_slots_are_no_output(tmp_path: Path) -> None:
 
     shapes = {value.name: value.shape for value in graph.outputs}
 
-    assert shapes["draft_ids"] == (1, 4, CANDIDATES)
+    assert shapes["draft_ids"] == ("batch", 4, CANDIDATES)
     assert all(shape[2] == "accepted" for name, shape in shapes.items() if "new" in name)

@@ -16,7 +16,17 @@ from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
-from graphs import BUCKETS, CHUNK, NODES, Graph, Traced, copy_with_weights, save_graph, weights_of
+from graphs import (
+    ACCEPTED,
+    BUCKETS,
+    CHUNK,
+    NODES,
+    Graph,
+    Traced,
+    copy_with_weights,
+    save_graph,
+    weights_of,
+)
 from pspec.errors import ConfigError
 from pspec.export.assemble import assemble_graph
 from pspec.export.lint import ALLOWED_OPS, check_graph, lint_graph
@@ -76,11 +86,16 @@ def close(got: Arrays, wanted: Arrays) -> None:
 
 
 def test_every_shape_of_the_plan_is_there(traced: Traced) -> None:
+    batch = traced.graphs[0].sizes["batch"]
     counts = {(graph.role, *graph.sizes.values()) for graph in traced.graphs}
 
     assert counts == {
-        *(("target", n, s, r) for s in BUCKETS for n, r in ((1, 1), (NODES, NODES), (CHUNK, 1))),
-        *(("drafter", a, s) for s in BUCKETS for a in (5, CHUNK)),
+        *(
+            ("target", batch, n, s, r)
+            for s in BUCKETS
+            for n, r in ((1, 1), (NODES, NODES), (CHUNK, 1))
+        ),
+        *(("drafter", batch, a, s) for s in BUCKETS for a in (5, CHUNK)),
     }
 
 
@@ -200,7 +215,7 @@ def letters_of(traced: Traced, role: str, sizes: Mapping[str, int]) -> dict[str,
     model: Any = traced.models[role]
     block = model.decoder.config.block if role == "target" else model.config.block
     letters: dict[str, int | str] = {
-        "B": model.batch,
+        "B": sizes.get("batch", "batch"),
         "Hkv": block.num_key_value_heads,
         "D": block.head_dim,
         "S": sizes.get("slots", "slots"),
@@ -263,7 +278,7 @@ def test_files_grow_with_the_context_not_with_its_square(role: str, llama_graphs
     count = {"nodes": 8, "rows": 8} if role == "target" else {"accepted": 8}
 
     def size(slots: int) -> int:
-        graph = llama_graphs.freeze(role, {"slots": slots, **count})
+        graph = llama_graphs.freeze(role, {"batch": 1, "slots": slots, **count})
         assert lint_graph(graph) == []
         return int(ir.to_proto(graph).ByteSize())
 
@@ -277,7 +292,7 @@ def test_files_grow_with_the_context_not_with_its_square(role: str, llama_graphs
 
 
 def planted(traced: Traced) -> ir.Model:
-    return traced.freeze("target", {"nodes": 2, "slots": 8, "rows": 1})
+    return traced.freeze("target", {"batch": 1, "nodes": 2, "slots": 8, "rows": 1})
 
 
 def append(model: ir.Model, op: str, domain: str = "", **kind: Any) -> ir.Node:
@@ -428,7 +443,10 @@ def test_optimised_plain_and_torch_agree(traced: Traced) -> None:
 
 
 def test_symbolic_graphs_agree_at_a_shape_of_their_own(traced: Traced) -> None:
-    own = {"target": {"nodes": 9, "slots": 31, "rows": 3}, "drafter": {"accepted": 3, "slots": 31}}
+    own = {
+        "target": {"batch": 2, "nodes": 9, "slots": 31, "rows": 3},
+        "drafter": {"batch": 3, "accepted": 3, "slots": 31},
+    }
     for role, sizes in own.items():
         graph = save_graph(traced, role, {})
         feeds = make_feeds(traced.models[role], sizes, "random", VOCAB_SIZE)
@@ -462,7 +480,7 @@ def target_feeds(
 def empty_cache(traced: Traced, role: str = "target") -> Arrays:
     model: Any = traced.models[role]
     block = traced.decoder.config.block if role == "target" else model.config.block
-    shape = (model.batch, block.num_key_value_heads, BUCKETS[-1], block.head_dim)
+    shape = (1, block.num_key_value_heads, BUCKETS[-1], block.head_dim)
     names = [value.name for value in model.inputs if value.name.startswith("past_")]
     return {name: np.zeros(shape, np.float32) for name in names}
 
@@ -771,7 +789,8 @@ def test_the_gate_notices_a_perturbed_weight(
     name: str, llama_graphs: Traced, tmp_path: Path
 ) -> None:
     role, change = perturbations()[name]
-    graph = llama_graphs.graph(role, slots=BUCKETS[0])
+    count = {"nodes": NODES} if role == "target" else {"accepted": ACCEPTED}
+    graph = llama_graphs.graph(role, slots=BUCKETS[0], **count)
     tensor = weights_of(llama_graphs.models.values())[name]
 
     path = copy_with_weights(llama_graphs, tmp_path / "bad", graph, {name: change(tensor)})

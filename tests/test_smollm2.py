@@ -147,7 +147,7 @@ def test_the_real_model_knows_paris(tmp_path: Path) -> None:
         "cache_length": torch.zeros(1, dtype=torch.int32),
         "logit_rows": rows[:, -1:],
     }
-    graph = TargetGraph(loaded.decoder, batch=1, positions=64)
+    graph = TargetGraph(loaded.decoder, positions=64)
     past = {value.name: torch.zeros(1, 3, 1, 64) for value in graph.inputs[len(feeds) :]}
     token = int(run_graph(graph, feeds | past)["next_token"])
 

@@ -50,10 +50,10 @@ def run(
     rope: RopeConfig | None = None,
 ) -> dict[str, Tensor]:
     """Outputs for a chain of tokens after ``length`` cached ones; logits of every row."""
-    graph = TargetGraph(loaded.decoder, batch=1, positions=64, features=features)
+    graph = TargetGraph(loaded.decoder, positions=64, features=features)
     if rope is not None:
         loaded.decoder.config = replace(loaded.config, rope=rope)
-        graph = TargetGraph(loaded.decoder, batch=1, positions=64, features=features)
+        graph = TargetGraph(loaded.decoder, positions=64, features=features)
     count = ids.shape[1]
     rows = torch.arange(count, dtype=torch.int32)[None]
     feeds = {
