@@ -41,7 +41,13 @@ from pspec.export.parity import (
 )
 from pspec.export.plan import drafter_sizes, target_sizes
 from pspec.export.report import parity_files
-from pspec.export.request import ExportRequest, graph_models, missing_parents, plan_export
+from pspec.export.request import (
+    ExportRequest,
+    check_output,
+    graph_models,
+    missing_parents,
+    plan_export,
+)
 from pspec.export.trace import trace_stages
 from pspec.export.weights import external_tensors, write_weights
 from pspec.files import disk_errors, only_writer, publish_folder, sha256_file, write_file
@@ -297,5 +303,6 @@ def _publish(
         files=hashes,
     )
     write_manifest(job.folder, manifest)
+    check_output(job.request)  # the work took a while: something may stand there by now
     (job.folder / _PROGRESS_FILE).unlink()
     publish_folder(job.folder, output)

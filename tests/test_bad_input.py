@@ -533,9 +533,46 @@ def test_output_in_use(llama_bundle: TinyBundle, tmp_path: Path, kind: str) -> N
         output.symlink_to("nowhere")
     for dry in ((), ("--dry-run",)):
         done = export(llama_bundle.target_folder, "--output", output, *SIZES, *dry)
-        done.refused(str(output), "in use", "--force")
+        done.refused(str(output), "in use", "--force" if kind == "folder" else "no bundle")
     assert leftovers(output) == ["bundle"]
     assert kind != "file" or output.read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link", "dangling link"])
+def test_force_replaces_no_work_of_others(
+    llama_bundle: TinyBundle, tmp_path: Path, kind: str
+) -> None:
+    output = tmp_path / "bundle"
+    make_files(tmp_path / "mine", {"thesis/chapter.md": b"mine", "graphs/plot.svg": b"mine"})
+    if kind == "folder":
+        (tmp_path / "mine").rename(output)
+    elif kind == "file":
+        output.write_text("mine")
+    else:
+        output.symlink_to("mine" if kind == "link" else "nowhere")
+    before = contents(tmp_path)
+    for dry in ((), ("--dry-run",)):
+        done = export(llama_bundle.target_folder, "--output", output, *SIZES, "--force", *dry)
+        done.refused(str(output), "no bundle", "choose another --output")
+    assert contents(tmp_path) == before
+    assert leftovers(output) == ["bundle"]
+
+
+@pytest.mark.usefixtures("traced_once")
+def test_what_appears_during_an_export_is_not_replaced(
+    llama_bundle: TinyBundle, tmp_path: Path
+) -> None:
+    output = tmp_path / "bundle"
+
+    class Appears(Watcher):
+        def stage(self, name: str, detail: str) -> None:
+            if name == "publish":
+                make_files(output, {"mine": b"mine"})
+
+    with pytest.raises(PspecError, match="in use"):
+        export_bundle(export_request(llama_bundle, output), Appears())
+
+    assert contents(tmp_path) == {"bundle/mine": b"mine"}
 
 
 def test_output_below_a_file(llama_bundle: TinyBundle, tmp_path: Path) -> None:
@@ -916,7 +953,7 @@ def test_ctrl_c_keeps_the_partial_folder(llama_bundle: TinyBundle, tmp_path: Pat
 
 def test_an_export_repeats_byte_for_byte(llama_bundle: TinyBundle, tmp_path: Path) -> None:
     output = tmp_path / "bundle"
-    make_files(output, {"stale.json": b"{}", "graphs/stale.onnx": b"x"})
+    make_files(output, {"manifest.json": b"{}", "graphs/stale.onnx": b"x"})
 
     arguments = [*export_arguments(llama_bundle, output), "--force"]
     # Traced afresh, in another process with another order of its sets.
@@ -935,14 +972,14 @@ def test_an_export_repeats_byte_for_byte(llama_bundle: TinyBundle, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("traced_once")
-@pytest.mark.parametrize("kind", ["file", "link"])
-def test_force_replaces_what_is_no_folder(
+@pytest.mark.parametrize("kind", ["empty folder", "link to a bundle"])
+def test_force_replaces_where_nothing_is_lost(
     llama_bundle: TinyBundle, tmp_path: Path, kind: str
 ) -> None:
     output = tmp_path / "bundle"
-    make_files(tmp_path / "mine", {"file": b"mine"})
-    if kind == "file":
-        output.write_text("old")
+    make_files(tmp_path / "mine", {"manifest.json": b"mine"})
+    if kind == "empty folder":
+        output.mkdir()
     else:
         output.symlink_to("mine")
 
@@ -951,4 +988,4 @@ def test_force_replaces_what_is_no_folder(
     assert contents(output) == contents(llama_bundle.folder)
     assert not output.is_symlink()
     assert leftovers(output) == ["bundle"]
-    assert contents(tmp_path / "mine") == {"file": b"mine"}
+    assert contents(tmp_path / "mine") == {"manifest.json": b"mine"}

@@ -50,7 +50,7 @@ def app(context: click.Context) -> None:
 )
 @click.option("--nodes", default=8, show_default=True, help="Tree nodes of a verify call.")
 @click.option("--batch", default=1, show_default=True, help="Rows of every graph.")
-@click.option("--force", is_flag=True, help="Replace an existing output folder.")
+@click.option("--force", is_flag=True, help="Replace a bundle that is there.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print the plan, write nothing.")
 def export(engine: str, dry_run: bool, **options: Any) -> None:
     """Export TARGET (a Hugging Face folder, .gguf file, hub id, or `smollm2`) to a bundle.
