@@ -11,8 +11,9 @@ import onnx
 import pytest
 
 from bundles import TinyBundle
-from commands import RUNTIME_ONLY, call, copy_folder, export, read_manifest, seal, spawn
-from pspec import cli
+from commands import RUNTIME_ONLY, call, contents, copy_folder, export, read_manifest, seal, spawn
+from pspec import cli, demo
+from pspec.demo import MODES
 from pspec.runtime.generate import GenerationConfig, Generator
 
 PROMPT = "one two one two one"
@@ -177,6 +178,41 @@ def test_chat_remembers_until_reset(llama_bundle: TinyBundle) -> None:
 
 def test_chat_ends_at_an_empty_line(llama_bundle: TinyBundle) -> None:
     assert spawn("chat", llama_bundle.folder, typed="\nhello\n").went_well() == "> "
+
+
+# --- demo -----------------------------------------------------------------------------------------
+
+
+def test_demo_answers_in_each_mode(llama_bundle: TinyBundle) -> None:
+    options = ("--prompt", PROMPT, "--max-new-tokens", "8")
+
+    text = call("demo", "--output", llama_bundle.folder, *options).went_well()
+
+    assert all(f"--- {name}" in text for _, name in MODES)
+    assert "NO" not in text.split("same tokens")[1]
+    assert text.splitlines()[-1].startswith("The drafter is untrained")
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "below a file"])
+def test_demo_checks_its_place_before_it_makes_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(demo, "fetch_smollm2", lambda: pytest.fail("fetched"))
+    output = tmp_path / "place"
+    if kind == "folder":
+        output.mkdir()
+    (output / "mine" if kind == "folder" else output).write_text("mine")
+    before = contents(tmp_path)
+
+    done = call("demo", "--output", output / "deep" if kind == "below a file" else output)
+
+    done.refused(str(output))
+    assert "--force" not in done.stderr
+    assert contents(tmp_path) == before
+
+
+def test_demo_leaves_the_name_of_the_readme_alone() -> None:
+    assert "[default: smollm2-demo]" in call("demo", "--help").went_well()
 
 
 # --- inspect, verify, doctor, dry run -------------------------------------------------------------

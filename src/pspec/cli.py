@@ -210,7 +210,7 @@ def doctor(as_json: bool) -> None:
     "--output",
     "-o",
     type=click.Path(path_type=Path),
-    default=Path("smollm2-bundle"),
+    default=Path("smollm2-demo"),
     show_default=True,
     help="Bundle folder; one that is there already is used.",
 )

@@ -9,8 +9,9 @@ from pathlib import Path
 import click
 from rich.table import Table
 
+from pspec.errors import ConfigError
 from pspec.export.pipeline import export_bundle
-from pspec.export.request import ExportRequest
+from pspec.export.request import ExportRequest, check_place, replaceable
 from pspec.models.checkpoint import load_target
 from pspec.models.drafter_file import write_drafter
 from pspec.models.initial import initial_config, initial_drafter
@@ -50,6 +51,7 @@ class Answer:
 def run_demo(output: Path, prompt: str | None, max_new_tokens: int) -> None:
     """Fetch, export, answer in each mode, and print the table."""
     if not (output / MANIFEST_FILE).exists():
+        _check_output(output)
         _export(output)
     click.echo(f"bundle: {output}")
     generator = Generator.open(output)
@@ -57,6 +59,13 @@ def run_demo(output: Path, prompt: str | None, max_new_tokens: int) -> None:
     click.echo(f"\nprompt: {question}")
     answers = [_answer(generator, question, mode, name, max_new_tokens) for mode, name in MODES]
     _show(answers)
+
+
+def _check_output(output: Path) -> None:
+    """Refuse the place before anything is fetched or made."""
+    if not replaceable(output):
+        raise ConfigError(f"{output} is in use and no bundle: choose another --output")
+    check_place(output)
 
 
 def _export(output: Path) -> None:
@@ -67,8 +76,9 @@ def _export(output: Path) -> None:
         click.echo("making a one-layer parallel drafter from the target's last layer")
         decoder = load_target(source).decoder
         write_drafter(initial_drafter(decoder, initial_config(decoder)), drafter)
+    request = ExportRequest(target=source, output=output, drafter=drafter, force=True)
     with Progress() as progress:
-        export_bundle(ExportRequest(target=source, output=output, drafter=drafter), progress)
+        export_bundle(request, progress)  # forced: an empty folder may be there
 
 
 def _answer(
@@ -104,3 +114,4 @@ def _show(answers: list[Answer]) -> None:
         table.add_row(answer.name, *row, same)
     console.print()
     console.print(table)
+    click.echo("The drafter is untrained, so its tau is about 1: it only costs time.")
