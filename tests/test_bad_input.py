@@ -917,10 +917,29 @@ def test_what_a_killed_process_left_is_not_published(
     request = export_request(llama_bundle, tmp_path / "bundle")
     with pytest.raises(KeyboardInterrupt):
         export_bundle(request, InterruptedAt("parity"))
-    (tmp_path / ".bundle.partial" / ".progress.json.1.partial").write_bytes(b"x")
+    partial = tmp_path / ".bundle.partial"
+    make_files(partial, {".progress.json.1.partial": b"x", "notes": b"x", "reports/old": b"x"})
 
     export_bundle(request)
 
+    assert contents(request.output) == contents(llama_bundle.folder)
+
+
+@pytest.mark.usefixtures("traced_once")
+@pytest.mark.parametrize("damage", [Path.unlink, cut_short, lambda path: flip(path, 70_000)])
+def test_damaged_weights_are_not_resumed(
+    llama_bundle: TinyBundle, tmp_path: Path, damage: Damage
+) -> None:
+    request = export_request(llama_bundle, tmp_path / "bundle")
+    with pytest.raises(KeyboardInterrupt):
+        export_bundle(request, InterruptedAt("publish"))
+    damage(tmp_path / ".bundle.partial" / "graphs" / "weights.data")
+
+    watcher = InterruptedAt(None)
+    export_bundle(request, watcher)
+
+    assert not watcher.notes
+    assert watcher.stages[:2] == ["load", "weights"]
     assert contents(request.output) == contents(llama_bundle.folder)
 
 
