@@ -108,7 +108,7 @@ def export_bundle(request: ExportRequest, watcher: Watcher | None = None) -> Pat
     models = graph_models(target, drafter, plan)
     job = _Job(request, folder, watcher, target, plan, models)
     try:
-        with disk_errors(output), only_writer(folder):
+        with disk_errors(output, folder), only_writer(folder):
             _run_stages(job, output)
     except PspecError:
         for parent in reversed(made):  # what this run made and left empty

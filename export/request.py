@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pspec.errors import ConfigError
 from pspec.export.plan import make_plan
-from pspec.files import disk_errors
+from pspec.files import disk_errors, expand_user
 from pspec.models.checkpoint import LoadedTarget, load_target
 from pspec.models.decoder import TargetGraph
 from pspec.models.drafter import Drafter
@@ -87,7 +87,7 @@ def check_place(output: Path, *inputs: Path) -> None:
         PspecError: naming the place and what is wrong with it.
     """
     for source in (*inputs, Path.cwd()):
-        read = source.expanduser().resolve()
+        read = expand_user(source).resolve()
         if output.resolve() in (read, *read.parents) and read.exists():
             raise ConfigError(f"--output {output} would replace {source}: choose another")
     with disk_errors(output):
