@@ -23,7 +23,7 @@ import click
 from _measure import Spread, conditions, footer, save, spread, table
 
 import pspec
-from pspec.cli import run
+from pspec.cli_run import run
 from pspec.errors import PspecError
 from pspec.runtime.bundle import open_bundle
 

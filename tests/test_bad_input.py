@@ -141,6 +141,7 @@ TARGETS: dict[str, tuple[Damage, tuple[str, ...]]] = {
         configure(quantization_config={"quant_method": "gptq", "bits": 4}),
         ("quantization_config",),
     ),
+    "absurdly deep": (configure(num_hidden_layers=10**9), ("1000000000 layers", "tensors")),
     "field unknown": (configure(secret_scale=2.0), ("'secret_scale'",)),
     "field missing": (configure(hidden_size=...), ("hidden_size",)),
     "config no JSON": (lambda folder: (folder / "config.json").write_text("{"), ("config.json",)),
@@ -370,7 +371,14 @@ def test_no_bundle(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     for name in ("nowhere", "file", "folder"):
         refuse_bundle(tmp_path / name, name, "is no bundle", "pspec-export")
-        call("inspect", tmp_path / name).refused(name, "neither a bundle nor a drafter")
+        fault = "is not there" if name == "nowhere" else "neither a bundle nor a drafter"
+        call("inspect", tmp_path / name).refused(name, fault, "pspec-export", "config.json")
+
+
+def test_inspect_says_what_to_do_with_a_target(llama_bundle: TinyBundle, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for target in (llama_bundle.target_folder, tmp_path / "model.gguf"):
+        call("inspect", target).refused(f"{target} is a target", f"pspec-export {target} --output")
 
 
 def test_bad_bundle_in_a_process_of_its_own(llama_bundle: TinyBundle, tmp_path: Path) -> None:
@@ -392,11 +400,14 @@ def test_a_graph_no_engine_can_load(llama_bundle: TinyBundle, tmp_path: Path) ->
 
 
 REQUESTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "prompt too long": (("--prompt", "word " * 96), ("prompt", "96", "95")),
+    "prompt too long": (("--prompt", "word " * 96), ("prompt", "96", "95", "--max-context")),
     "prompt empty": (("--prompt", ""), ("prompt is empty",)),
     "prompt missing": ((), ("--prompt", "--prompt-file")),
     "two prompts": (("--prompt", "x", "--prompt-file", "y"), ("--prompt", "--prompt-file")),
-    "prompt file missing": (("--prompt-file", "nowhere.txt"), ("nowhere.txt",)),
+    "prompt file missing": (
+        ("--prompt-file", "nowhere.txt"),
+        ("--prompt-file nowhere.txt: there is no such file",),
+    ),
     "option unknown": (("--prompt", "x", "--frob"), ("--frob",)),
     "option's value missing": (("--prompt", "x", "--nodes"), ("--nodes",)),
     "temperature": (("--prompt", "x", "--temperature", "0.7"), ("temperature 0.7", "not there")),
@@ -406,6 +417,7 @@ REQUESTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no nodes": (("--prompt", "x", "--nodes", "0"), ("nodes 0",)),
     "too many nodes": (("--prompt", "x", "--nodes", "9"), ("nodes 9", "1..8")),
     "no threads": (("--prompt", "x", "--threads", "0"), ("--threads", "0")),
+    "too many threads": (("--prompt", "x", "--threads", "1025"), ("--threads", "1025")),
     "draft unknown": (("--prompt", "x", "--draft", "frob"), ("'frob'", "lookup")),
     "engine unknown": (("--prompt", "x", "--engine", "frob"), ("'frob'", "onnxruntime")),
     "stop empty": (("--prompt", "x", "--stop", ""), ("stop",)),
@@ -431,8 +443,8 @@ def test_bad_request_in_a_process_of_its_own(llama_bundle: TinyBundle, kind: str
 
 def test_prompt_that_is_no_text(llama_bundle: TinyBundle, tmp_path: Path) -> None:
     (tmp_path / "prompt").write_bytes(b"\xff\xff")
-    for path in (tmp_path / "prompt", tmp_path):
-        call("generate", llama_bundle.folder, "--prompt-file", path).refused(path.name)
+    for path, fault in ((tmp_path / "prompt", "not UTF-8 text"), (tmp_path, "Is a directory")):
+        call("generate", llama_bundle.folder, "--prompt-file", path).refused(path.name, fault)
     call("generate", llama_bundle.folder, "--prompt", "a\udcff").refused("Unicode", "character 1")
 
 
@@ -462,7 +474,8 @@ def test_bundle_without_a_template(llama_bundle: TinyBundle, tmp_path: Path) -> 
     (bundle / "chat_template.jinja").unlink()
     seal(bundle)
     call("generate", bundle, "--prompt", "x").refused("chat_template.jinja", "--raw")
-    call("generate", bundle, "--prompt", "x", "--raw", "--max-new-tokens", "2").went_well()
+    options = ("--prompt", "x", "--max-new-tokens", "2", "--json")
+    call("generate", bundle, *options, "--raw").went_well()
 
 
 def test_bundle_without_a_drafter(llama_bundle: TinyBundle, tmp_path: Path) -> None:
@@ -471,7 +484,7 @@ def test_bundle_without_a_drafter(llama_bundle: TinyBundle, tmp_path: Path) -> N
     for path in (bundle / "graphs").glob("drafter.*"):
         path.unlink()
     seal(bundle, drafter=None, graphs=tuple(graphs))
-    options = ("--prompt", "x", "--max-new-tokens", "2")
+    options = ("--prompt", "x", "--max-new-tokens", "2", "--json")
     call("generate", bundle, *options, "--draft", "bundle").refused("no drafter", "lookup")
     call("generate", bundle, *options, "--draft", "auto").went_well()
 
@@ -492,7 +505,7 @@ def test_bad_command(arguments: tuple[str, ...], name: str) -> None:
 EXPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "precision": (("--precision", "fp8"), ("--precision fp8", "fp32")),
     "platform": (("--platform", "toaster"), ("--platform toaster", "generic")),
-    "engine": (("--engine", "frob"), ("'frob'", "onnxruntime")),
+    "engine": (("--engine", "frob"), ("'frob'", "auto, onnxruntime, none")),
     "context too long": (("--max-context", "257"), ("--max-context 257", "2..256")),
     "context too short": (("--max-context", "1"), ("--max-context 1", "2..256")),
     "no nodes": (("--nodes", "0"), ("--nodes 0", "1..256")),
@@ -511,6 +524,36 @@ def test_bad_export_option(llama_bundle: TinyBundle, tmp_path: Path, kind: str) 
         done = export(llama_bundle.target_folder, "--output", output, *SIZES, *options, *dry)
         done.refused(*names)
         assert not leftovers(output)
+
+
+def test_a_path_that_no_file_can_have(tmp_path: Path) -> None:
+    long = "x" * 300
+    call("inspect", long).refused(long, "too long")
+    call("generate", long, "--prompt", "x").refused(long)
+    export(long, "--output", tmp_path / "bundle").refused(long, "too long")
+
+
+def test_the_home_of_nobody(tmp_path: Path) -> None:
+    export("~nobody-here/x", "--output", tmp_path / "bundle").refused(
+        "~nobody-here/x", "no such user"
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("arguments", [("--help",), ("doctor",), ("generate", "--json")])
+def test_an_output_that_takes_nothing(llama_bundle: TinyBundle, arguments: tuple[str, ...]) -> None:
+    generates = arguments[0] == "generate"
+    more = (llama_bundle.folder, "--prompt", "x", "--max-new-tokens", "2") if generates else ()
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command_line(*arguments, *more),
+            env=environment(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    Done(done.returncode, "", done.stderr).refused("No space left")
 
 
 def test_no_output(llama_bundle: TinyBundle) -> None:

@@ -19,7 +19,7 @@ from pspec.models.smollm2 import fetch_smollm2
 from pspec.runtime.decode import Stats
 from pspec.runtime.generate import DraftMode, GenerationConfig, Generator
 from pspec.runtime.manifest import MANIFEST_FILE
-from pspec.show import Progress, console
+from pspec.show import Progress, console, tokens_per_second
 
 PROMPT = (
     "Repeat this sentence three times, then explain it: The target verifies what the drafter "
@@ -39,13 +39,6 @@ class Answer:
     name: str
     token_ids: list[int]
     stats: Stats
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Committed tokens over the time of the rounds, prefill left out."""
-        stats = self.stats
-        seconds = stats.draft_seconds + stats.verify_seconds + stats.host_seconds
-        return stats.committed / seconds if seconds else 0.0
 
 
 def run_demo(output: Path, prompt: str | None, max_new_tokens: int) -> None:
@@ -97,13 +90,14 @@ def _answer(
 
 def _show(answers: list[Answer]) -> None:
     plain = answers[0]
+    plain_speed = tokens_per_second(plain.stats)
     table = Table(title="one run, noisy; speed leaves prefill out")
     table.add_column("")
     for title in ("rounds", "tau", "tokens/s", "speed-up", "same tokens"):
         table.add_column(title, justify="right")
     for answer in answers:
-        speed = answer.tokens_per_second
-        ratio = speed / plain.tokens_per_second if plain.tokens_per_second else 0.0
+        speed = tokens_per_second(answer.stats)
+        ratio = speed / plain_speed if plain_speed else 0.0
         same = "yes" if answer.token_ids == plain.token_ids else "NO"
         row = (
             f"{answer.stats.rounds}",
