@@ -96,7 +96,7 @@ def _cpu_name() -> str:
 def save(folder: Path, name: str, data: Mapping[str, Any], report: str) -> None:
     """Write ``NAME.json`` and ``NAME.md``, and print the latter."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(data, indent=1, ensure_ascii=False, default=_plain)
+    text = json.dumps(data, indent=1, ensure_ascii=False, default=_json_value)
     write_file(folder / f"{name}.json", text.encode() + b"\n")
     write_file(folder / f"{name}.md", report.encode() + b"\n")
     print(f"\n{report}\n\nwritten: {name}.json and {name}.md in {folder}")
@@ -111,7 +111,7 @@ def footer(conditions: Mapping[str, Any]) -> str:
     )
 
 
-def _plain(value: object) -> object:
+def _json_value(value: object) -> object:
     if isinstance(value, Spread):
         return asdict(value)
     raise TypeError(f"{type(value).__name__} is not for JSON")

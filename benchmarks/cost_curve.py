@@ -20,7 +20,7 @@ from _measure import Spread, conditions, footer, save, spread, table
 from _reference import StaticSteps, check_same_weights, load_model, target_path
 from msgspec.structs import replace
 
-from pspec.cli import run
+from pspec.cli_run import run
 from pspec.errors import ConfigError
 from pspec.runtime.bundle import Bundle, open_bundle
 from pspec.runtime.engine import Engine

@@ -23,7 +23,7 @@ import click
 from _measure import Spread, conditions, footer, save, spread, table
 
 import pspec
-from pspec.cli import run
+from pspec.cli_run import run
 from pspec.errors import PspecError
 from pspec.runtime.bundle import open_bundle
 
@@ -260,7 +260,7 @@ def main(
         "imports": result.imports,
         "peak_over_weights": result.ratio,
         "files": asdict(result.files),
-        "exports": [_plain(one) for one in result.exports],
+        "exports": [_export_record(one) for one in result.exports],
     }
     label = "export_random_llama" if random_llama else "export"
     save(output, label, data, report(result, footer(facts)))
@@ -269,7 +269,7 @@ def main(
         sys.exit(1)
 
 
-def _plain(one: Export) -> dict[str, Any]:
+def _export_record(one: Export) -> dict[str, Any]:
     stages: Sequence[dict[str, Any]] = [asdict(stage) for stage in one.stages]
     return {"wall": one.wall, "peak": one.peak, "anonymous": one.anonymous, "stages": stages}
 

@@ -20,7 +20,7 @@ import click
 from _measure import Spread, conditions, footer, percentile, save, spread, table
 from _modes import MODES, Answer, answer, modes_of
 
-from pspec.cli import run
+from pspec.cli_run import run
 from pspec.errors import RequestError
 from pspec.runtime.generate import Generator
 

@@ -26,7 +26,7 @@ from _modes import Answer, answer, expected_blocks, modes_of, slots_of
 from _questions import TASKS, Question, read_questions, select
 from _reference import Reference, check_same_weights, target_path
 
-from pspec.cli import run
+from pspec.cli_run import run
 from pspec.errors import ConfigError
 from pspec.files import write_file
 from pspec.runtime.generate import Generator

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,15 @@ from pspec.export.parity import (
 )
 from pspec.export.plan import drafter_sizes, target_sizes
 from pspec.export.report import parity_files
-from pspec.export.request import ExportRequest, graph_models, missing_parents, plan_export
+from pspec.export.request import (
+    ExportRequest,
+    check_output,
+    graph_models,
+    missing_parents,
+    plan_export,
+)
 from pspec.export.trace import trace_stages
-from pspec.export.weights import external_tensors, write_weights
+from pspec.export.weights import WEIGHT_FILE, external_tensors, write_weights
 from pspec.files import disk_errors, only_writer, publish_folder, sha256_file, write_file
 from pspec.models.checkpoint import LoadedTarget
 from pspec.models.graph import GraphModel
@@ -80,6 +86,13 @@ class _Job:
         return self.folder / GRAPH_FOLDER
 
 
+class _Weights(msgspec.Struct):
+    """What the stage of that name leaves for a resumed run."""
+
+    tensors: list[StoredTensor]
+    sha256: str
+
+
 def export_bundle(request: ExportRequest, watcher: Watcher | None = None) -> Path:
     """Export, and return the bundle's folder.
 
@@ -95,7 +108,7 @@ def export_bundle(request: ExportRequest, watcher: Watcher | None = None) -> Pat
     models = graph_models(target, drafter, plan)
     job = _Job(request, folder, watcher, target, plan, models)
     try:
-        with disk_errors(output), only_writer(folder):
+        with disk_errors(output, folder), only_writer(folder):
             _run_stages(job, output)
     except PspecError:
         for parent in reversed(made):  # what this run made and left empty
@@ -126,20 +139,30 @@ def _resume(job: _Job) -> None:
         finished = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):
         finished = {}
-    if finished.get("key") != key:
+    if finished.get("key") == key and _weights_intact(job, finished):
+        job.watcher.note(f"resuming: {', '.join(sorted(finished.keys() - {'key'}))} already done")
+        _empty(job.folder, keep=(GRAPH_FOLDER, _PROGRESS_FILE))
+    else:  # graphs and parity are worth nothing without the weights they were checked with
         _empty(job.folder)
         finished = {"key": key}
-    elif len(finished) > 1:
-        job.watcher.note(f"resuming: {', '.join(sorted(finished.keys() - {'key'}))} already done")
     job.graphs.mkdir(parents=True, exist_ok=True)
-    for stale in job.folder.rglob("*.partial"):  # of a process that was killed
-        stale.unlink()
     job.finished = finished
 
 
-def _empty(folder: Path) -> None:
+def _weights_intact(job: _Job, finished: dict[str, Any]) -> bool:
+    """Whether the weight file is still what the stage that ended first has written."""
+    try:
+        written = msgspec.convert(finished.get("weights"), _Weights)
+        return sha256_file(job.graphs / WEIGHT_FILE) == written.sha256
+    except (OSError, msgspec.ValidationError):
+        return False
+
+
+def _empty(folder: Path, keep: Collection[str] = ()) -> None:
     """Remove what is in ``folder``, which itself stays: it carries the lock."""
     for entry in folder.iterdir():
+        if entry.name in keep:
+            continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:
@@ -153,7 +176,7 @@ def _finish(job: _Job, stage: str, result: object) -> None:
 
 def _write_weights(job: _Job) -> list[StoredTensor]:
     if "weights" in job.finished:
-        return msgspec.convert(job.finished["weights"], list[StoredTensor])
+        return msgspec.convert(job.finished["weights"], _Weights).tensors
     tensors = dict(_named_weights(job.models.values()))
     total = sum(tensor.nbytes for tensor in tensors.values())
     _check_space(job, total)
@@ -166,7 +189,7 @@ def _write_weights(job: _Job) -> list[StoredTensor]:
         job.watcher.advance(done, total)
 
     stored = write_weights(sorted(tensors.items()), job.graphs, advance)
-    _finish(job, "weights", stored)
+    _finish(job, "weights", _Weights(stored, sha256_file(job.graphs / WEIGHT_FILE)))
     return stored
 
 
@@ -223,14 +246,14 @@ def _check_parity(job: _Job, specs: Sequence[GraphSpec]) -> list[ParityRow]:
     job.watcher.stage("parity", f"PyTorch reference for {len(specs)} graphs")
     for spec in specs:
         for kind in ("fixed", "random"):
-            feeds = make_feeds(inputs[spec.role], _check_sizes(spec, job.plan), kind, vocab)
+            feeds = make_feeds(inputs[spec.role], _parity_sizes(spec, job.plan), kind, vocab)
             wanted[spec.file, kind] = torch_outputs(inputs[spec.role], feeds)
         job.watcher.advance(len(wanted), 2 * len(specs))
     _release(job)
     job.watcher.stage("parity", f"{len(specs)} graphs in ONNX Runtime")
     rows: list[ParityRow] = []
     for number, spec in enumerate(specs, start=1):
-        sizes = _check_sizes(spec, job.plan)
+        sizes = _parity_sizes(spec, job.plan)
         cases = (
             (kind, make_feeds(inputs[spec.role], sizes, kind, vocab), wanted.pop((spec.file, kind)))
             for kind in ("fixed", "random")
@@ -247,7 +270,7 @@ def _check_parity(job: _Job, specs: Sequence[GraphSpec]) -> list[ParityRow]:
     return rows
 
 
-def _check_sizes(spec: GraphSpec, plan: ShapePlan) -> dict[str, int]:
+def _parity_sizes(spec: GraphSpec, plan: ShapePlan) -> dict[str, int]:
     """Sizes a graph is checked at; the symbolic one at a shape that no static graph has."""
     if spec.sizes:
         return spec.sizes
@@ -297,5 +320,6 @@ def _publish(
         files=hashes,
     )
     write_manifest(job.folder, manifest)
+    check_output(job.request)  # the work took a while: something may stand there by now
     (job.folder / _PROGRESS_FILE).unlink()
     publish_folder(job.folder, output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,8 +42,6 @@ def parity_picture(rows: Sequence[ParityRow]) -> str:
     height, left, width = 18, 240, 480
 
     def place(error: float) -> float:
-        import math
-
         return left + width * min(max((math.log10(max(error, 1e-8)) + 8) / 8, 0.0), 1.0)
 
     total = height * (len(rows) + 2)

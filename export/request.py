@@ -9,14 +9,14 @@ from pathlib import Path
 
 from pspec.errors import ConfigError
 from pspec.export.plan import make_plan
-from pspec.files import disk_errors
+from pspec.files import disk_errors, expand_user
 from pspec.models.checkpoint import LoadedTarget, load_target
 from pspec.models.decoder import TargetGraph
 from pspec.models.drafter import Drafter
 from pspec.models.drafter_file import check_match, read_drafter
 from pspec.models.drafter_graph import DrafterGraph
 from pspec.models.graph import GraphModel
-from pspec.runtime.manifest import Role, ShapePlan
+from pspec.runtime.manifest import MANIFEST_FILE, Role, ShapePlan
 
 LOOKUP_SLOTS = 8
 """Longest prompt-lookup continuation; it sets the depth of trees in a bundle without a drafter."""
@@ -47,7 +47,7 @@ def plan_export(request: ExportRequest) -> tuple[LoadedTarget, Drafter | None, S
         raise ConfigError(f"--precision {request.precision} is not there yet: use fp32")
     if request.platform != "generic":
         raise ConfigError(f"--platform {request.platform} is not there yet: use generic")
-    _check_output(request)
+    check_output(request)
     drafter = read_drafter(request.drafter) if request.drafter else None
     target = load_target(request.target)
     if drafter is not None and request.drafter is not None:
@@ -62,14 +62,32 @@ def plan_export(request: ExportRequest) -> tuple[LoadedTarget, Drafter | None, S
     return target, drafter, plan
 
 
-def _check_output(request: ExportRequest) -> None:
-    """Refuse a place that cannot be written or that holds what is to be read."""
+def check_output(request: ExportRequest) -> None:
+    """Refuse a place that cannot be written, or where something would be lost.
+
+    Raises:
+        PspecError: naming the place and what is wrong with it.
+    """
     output = request.output
+    drafter = [request.drafter] if request.drafter else []
+    check_place(output, Path(request.target), *drafter)
+    if not replaceable(output):
+        raise ConfigError(
+            f"{output} is in use and no bundle, so not even --force replaces it: choose another "
+            "--output"
+        )
     if os.path.lexists(output) and not request.force:
         raise ConfigError(f"{output} is in use: choose another --output or pass --force")
-    drafter = [request.drafter] if request.drafter else []
-    for source in (Path(request.target), *drafter, Path.cwd()):
-        read = source.expanduser().resolve()
+
+
+def check_place(output: Path, *inputs: Path) -> None:
+    """Refuse a place that cannot be written or that holds what is to be read.
+
+    Raises:
+        PspecError: naming the place and what is wrong with it.
+    """
+    for source in (*inputs, Path.cwd()):
+        read = expand_user(source).resolve()
         if output.resolve() in (read, *read.parents) and read.exists():
             raise ConfigError(f"--output {output} would replace {source}: choose another")
     with disk_errors(output):
@@ -78,6 +96,16 @@ def _check_output(request: ExportRequest) -> None:
             raise ConfigError(f"--output {output}: {place} is not a folder")
         if not os.access(place, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "not writable", str(place))
+
+
+def replaceable(output: Path) -> bool:
+    """Whether a bundle may take this place: nothing is there, an empty folder, or a bundle."""
+    if not os.path.lexists(output):
+        return True
+    with disk_errors(output):
+        if not output.is_dir():
+            return False
+        return (output / MANIFEST_FILE).is_file() or not any(output.iterdir())
 
 
 def missing_parents(output: Path) -> list[Path]:

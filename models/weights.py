@@ -62,6 +62,11 @@ def load_decoder(config: TargetConfig, source: TensorSource) -> Decoder:
         CheckpointError: a tensor is missing, left over, of another shape, or not finite.
     """
     config = _settle_head(config, source)
+    if config.num_layers > max(len(source.shapes), 1):  # before as many modules are made
+        raise CheckpointError(
+            f"the config says {config.num_layers} layers, the checkpoint holds "
+            f"{len(source.shapes)} tensors in all"
+        )
     with torch.device("meta"):
         decoder = Decoder(config)
     parameters = _parameters(decoder)

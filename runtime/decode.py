@@ -170,7 +170,7 @@ class Decoding:
         if len(prompt) >= context:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens, the context holds {context}: "
-                f"use at most {context - 1}"
+                f"use at most {context - 1}, or export with a larger --max-context"
             )
         return min(len(prompt) + max_new_tokens, context)
 

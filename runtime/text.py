@@ -158,9 +158,9 @@ class Text:
             return self._template.render(
                 {
                     **self.special_tokens,
-                    **_plain(variables or {}),
-                    "messages": [_message(message) for message in _checked(messages)],
-                    "tools": None if tools is None else _plain(tools),
+                    **_json_copy(variables or {}),
+                    "messages": [_message(message) for message in _check_messages(messages)],
+                    "tools": None if tools is None else _json_copy(tools),
                     "documents": None,
                     "add_generation_prompt": add_generation_prompt,
                 }
@@ -241,7 +241,7 @@ def _read_special_tokens(path: Path) -> dict[str, str]:
 # --- messages -------------------------------------------------------------------------------------
 
 
-def _checked(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise RequestError("messages must be a list of at least one message")
     for index, message in enumerate(messages):
@@ -258,7 +258,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     one.
     """
     fields: dict[str, Any] = {
-        name: _plain(value) for name, value in message.items() if value is not None
+        name: _json_copy(value) for name, value in message.items() if value is not None
     }
     names = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((fields[name] for name in names if name in fields), None)
@@ -267,16 +267,16 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _plain(value: Any) -> Any:
+def _json_copy(value: Any) -> Any:
     """Copy a JSON value: a template must meet no object whose methods the sandbox ignores."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, Mapping):
-        return {_plain(name): _plain(item) for name, item in value.items()}
+        return {_json_copy(name): _json_copy(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_json_copy(item) for item in value]
     raise RequestError(f"a chat holds JSON values only, not {type(value).__name__}")
 
 

@@ -141,6 +141,7 @@ TARGETS: dict[str, tuple[Damage, tuple[str, ...]]] = {
         configure(quantization_config={"quant_method": "gptq", "bits": 4}),
         ("quantization_config",),
     ),
+    "absurdly deep": (configure(num_hidden_layers=10**9), ("1000000000 layers", "tensors")),
     "field unknown": (configure(secret_scale=2.0), ("'secret_scale'",)),
     "field missing": (configure(hidden_size=...), ("hidden_size",)),
     "config no JSON": (lambda folder: (folder / "config.json").write_text("{"), ("config.json",)),
@@ -370,7 +371,14 @@ def test_no_bundle(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     for name in ("nowhere", "file", "folder"):
         refuse_bundle(tmp_path / name, name, "is no bundle", "pspec-export")
-        call("inspect", tmp_path / name).refused(name, "neither a bundle nor a drafter")
+        fault = "is not there" if name == "nowhere" else "neither a bundle nor a drafter"
+        call("inspect", tmp_path / name).refused(name, fault, "pspec-export", "config.json")
+
+
+def test_inspect_says_what_to_do_with_a_target(llama_bundle: TinyBundle, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for target in (llama_bundle.target_folder, tmp_path / "model.gguf"):
+        call("inspect", target).refused(f"{target} is a target", f"pspec-export {target} --output")
 
 
 def test_bad_bundle_in_a_process_of_its_own(llama_bundle: TinyBundle, tmp_path: Path) -> None:
@@ -392,11 +400,14 @@ def test_a_graph_no_engine_can_load(llama_bundle: TinyBundle, tmp_path: Path) ->
 
 
 REQUESTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "prompt too long": (("--prompt", "word " * 96), ("prompt", "96", "95")),
+    "prompt too long": (("--prompt", "word " * 96), ("prompt", "96", "95", "--max-context")),
     "prompt empty": (("--prompt", ""), ("prompt is empty",)),
     "prompt missing": ((), ("--prompt", "--prompt-file")),
     "two prompts": (("--prompt", "x", "--prompt-file", "y"), ("--prompt", "--prompt-file")),
-    "prompt file missing": (("--prompt-file", "nowhere.txt"), ("nowhere.txt",)),
+    "prompt file missing": (
+        ("--prompt-file", "nowhere.txt"),
+        ("--prompt-file nowhere.txt: there is no such file",),
+    ),
     "option unknown": (("--prompt", "x", "--frob"), ("--frob",)),
     "option's value missing": (("--prompt", "x", "--nodes"), ("--nodes",)),
     "temperature": (("--prompt", "x", "--temperature", "0.7"), ("temperature 0.7", "not there")),
@@ -406,6 +417,7 @@ REQUESTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no nodes": (("--prompt", "x", "--nodes", "0"), ("nodes 0",)),
     "too many nodes": (("--prompt", "x", "--nodes", "9"), ("nodes 9", "1..8")),
     "no threads": (("--prompt", "x", "--threads", "0"), ("--threads", "0")),
+    "too many threads": (("--prompt", "x", "--threads", "1025"), ("--threads", "1025")),
     "draft unknown": (("--prompt", "x", "--draft", "frob"), ("'frob'", "lookup")),
     "engine unknown": (("--prompt", "x", "--engine", "frob"), ("'frob'", "onnxruntime")),
     "stop empty": (("--prompt", "x", "--stop", ""), ("stop",)),
@@ -431,8 +443,8 @@ def test_bad_request_in_a_process_of_its_own(llama_bundle: TinyBundle, kind: str
 
 def test_prompt_that_is_no_text(llama_bundle: TinyBundle, tmp_path: Path) -> None:
     (tmp_path / "prompt").write_bytes(b"\xff\xff")
-    for path in (tmp_path / "prompt", tmp_path):
-        call("generate", llama_bundle.folder, "--prompt-file", path).refused(path.name)
+    for path, fault in ((tmp_path / "prompt", "not UTF-8 text"), (tmp_path, "Is a directory")):
+        call("generate", llama_bundle.folder, "--prompt-file", path).refused(path.name, fault)
     call("generate", llama_bundle.folder, "--prompt", "a\udcff").refused("Unicode", "character 1")
 
 
@@ -462,7 +474,8 @@ def test_bundle_without_a_template(llama_bundle: TinyBundle, tmp_path: Path) -> 
     (bundle / "chat_template.jinja").unlink()
     seal(bundle)
     call("generate", bundle, "--prompt", "x").refused("chat_template.jinja", "--raw")
-    call("generate", bundle, "--prompt", "x", "--raw", "--max-new-tokens", "2").went_well()
+    options = ("--prompt", "x", "--max-new-tokens", "2", "--json")
+    call("generate", bundle, *options, "--raw").went_well()
 
 
 def test_bundle_without_a_drafter(llama_bundle: TinyBundle, tmp_path: Path) -> None:
@@ -471,7 +484,7 @@ def test_bundle_without_a_drafter(llama_bundle: TinyBundle, tmp_path: Path) -> N
     for path in (bundle / "graphs").glob("drafter.*"):
         path.unlink()
     seal(bundle, drafter=None, graphs=tuple(graphs))
-    options = ("--prompt", "x", "--max-new-tokens", "2")
+    options = ("--prompt", "x", "--max-new-tokens", "2", "--json")
     call("generate", bundle, *options, "--draft", "bundle").refused("no drafter", "lookup")
     call("generate", bundle, *options, "--draft", "auto").went_well()
 
@@ -492,7 +505,7 @@ def test_bad_command(arguments: tuple[str, ...], name: str) -> None:
 EXPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "precision": (("--precision", "fp8"), ("--precision fp8", "fp32")),
     "platform": (("--platform", "toaster"), ("--platform toaster", "generic")),
-    "engine": (("--engine", "frob"), ("'frob'", "onnxruntime")),
+    "engine": (("--engine", "frob"), ("'frob'", "auto, onnxruntime, none")),
     "context too long": (("--max-context", "257"), ("--max-context 257", "2..256")),
     "context too short": (("--max-context", "1"), ("--max-context 1", "2..256")),
     "no nodes": (("--nodes", "0"), ("--nodes 0", "1..256")),
@@ -511,6 +524,36 @@ def test_bad_export_option(llama_bundle: TinyBundle, tmp_path: Path, kind: str) 
         done = export(llama_bundle.target_folder, "--output", output, *SIZES, *options, *dry)
         done.refused(*names)
         assert not leftovers(output)
+
+
+def test_a_path_that_no_file_can_have(tmp_path: Path) -> None:
+    long = "x" * 300
+    call("inspect", long).refused(long, "too long")
+    call("generate", long, "--prompt", "x").refused(long)
+    export(long, "--output", tmp_path / "bundle").refused(long, "too long")
+
+
+def test_the_home_of_nobody(tmp_path: Path) -> None:
+    export("~nobody-here/x", "--output", tmp_path / "bundle").refused(
+        "~nobody-here/x", "no such user"
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("arguments", [("--help",), ("doctor",), ("generate", "--json")])
+def test_an_output_that_takes_nothing(llama_bundle: TinyBundle, arguments: tuple[str, ...]) -> None:
+    generates = arguments[0] == "generate"
+    more = (llama_bundle.folder, "--prompt", "x", "--max-new-tokens", "2") if generates else ()
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command_line(*arguments, *more),
+            env=environment(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    Done(done.returncode, "", done.stderr).refused("No space left")
 
 
 def test_no_output(llama_bundle: TinyBundle) -> None:
@@ -533,9 +576,46 @@ def test_output_in_use(llama_bundle: TinyBundle, tmp_path: Path, kind: str) -> N
         output.symlink_to("nowhere")
     for dry in ((), ("--dry-run",)):
         done = export(llama_bundle.target_folder, "--output", output, *SIZES, *dry)
-        done.refused(str(output), "in use", "--force")
+        done.refused(str(output), "in use", "--force" if kind == "folder" else "no bundle")
     assert leftovers(output) == ["bundle"]
     assert kind != "file" or output.read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link", "dangling link"])
+def test_force_replaces_no_work_of_others(
+    llama_bundle: TinyBundle, tmp_path: Path, kind: str
+) -> None:
+    output = tmp_path / "bundle"
+    make_files(tmp_path / "mine", {"thesis/chapter.md": b"mine", "graphs/plot.svg": b"mine"})
+    if kind == "folder":
+        (tmp_path / "mine").rename(output)
+    elif kind == "file":
+        output.write_text("mine")
+    else:
+        output.symlink_to("mine" if kind == "link" else "nowhere")
+    before = contents(tmp_path)
+    for dry in ((), ("--dry-run",)):
+        done = export(llama_bundle.target_folder, "--output", output, *SIZES, "--force", *dry)
+        done.refused(str(output), "no bundle", "choose another --output")
+    assert contents(tmp_path) == before
+    assert leftovers(output) == ["bundle"]
+
+
+@pytest.mark.usefixtures("traced_once")
+def test_what_appears_during_an_export_is_not_replaced(
+    llama_bundle: TinyBundle, tmp_path: Path
+) -> None:
+    output = tmp_path / "bundle"
+
+    class Appears(Watcher):
+        def stage(self, name: str, detail: str) -> None:
+            if name == "publish":
+                make_files(output, {"mine": b"mine"})
+
+    with pytest.raises(PspecError, match="in use"):
+        export_bundle(export_request(llama_bundle, output), Appears())
+
+    assert contents(tmp_path) == {"bundle/mine": b"mine"}
 
 
 def test_output_below_a_file(llama_bundle: TinyBundle, tmp_path: Path) -> None:
@@ -880,10 +960,29 @@ def test_what_a_killed_process_left_is_not_published(
     request = export_request(llama_bundle, tmp_path / "bundle")
     with pytest.raises(KeyboardInterrupt):
         export_bundle(request, InterruptedAt("parity"))
-    (tmp_path / ".bundle.partial" / ".progress.json.1.partial").write_bytes(b"x")
+    partial = tmp_path / ".bundle.partial"
+    make_files(partial, {".progress.json.1.partial": b"x", "notes": b"x", "reports/old": b"x"})
 
     export_bundle(request)
 
+    assert contents(request.output) == contents(llama_bundle.folder)
+
+
+@pytest.mark.usefixtures("traced_once")
+@pytest.mark.parametrize("damage", [Path.unlink, cut_short, lambda path: flip(path, 70_000)])
+def test_damaged_weights_are_not_resumed(
+    llama_bundle: TinyBundle, tmp_path: Path, damage: Damage
+) -> None:
+    request = export_request(llama_bundle, tmp_path / "bundle")
+    with pytest.raises(KeyboardInterrupt):
+        export_bundle(request, InterruptedAt("publish"))
+    damage(tmp_path / ".bundle.partial" / "graphs" / "weights.data")
+
+    watcher = InterruptedAt(None)
+    export_bundle(request, watcher)
+
+    assert not watcher.notes
+    assert watcher.stages[:2] == ["load", "weights"]
     assert contents(request.output) == contents(llama_bundle.folder)
 
 
@@ -916,7 +1015,7 @@ def test_ctrl_c_keeps_the_partial_folder(llama_bundle: TinyBundle, tmp_path: Pat
 
 def test_an_export_repeats_byte_for_byte(llama_bundle: TinyBundle, tmp_path: Path) -> None:
     output = tmp_path / "bundle"
-    make_files(output, {"stale.json": b"{}", "graphs/stale.onnx": b"x"})
+    make_files(output, {"manifest.json": b"{}", "graphs/stale.onnx": b"x"})
 
     arguments = [*export_arguments(llama_bundle, output), "--force"]
     # Traced afresh, in another process with another order of its sets.
@@ -935,14 +1034,14 @@ def test_an_export_repeats_byte_for_byte(llama_bundle: TinyBundle, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("traced_once")
-@pytest.mark.parametrize("kind", ["file", "link"])
-def test_force_replaces_what_is_no_folder(
+@pytest.mark.parametrize("kind", ["empty folder", "link to a bundle"])
+def test_force_replaces_where_nothing_is_lost(
     llama_bundle: TinyBundle, tmp_path: Path, kind: str
 ) -> None:
     output = tmp_path / "bundle"
-    make_files(tmp_path / "mine", {"file": b"mine"})
-    if kind == "file":
-        output.write_text("old")
+    make_files(tmp_path / "mine", {"manifest.json": b"mine"})
+    if kind == "empty folder":
+        output.mkdir()
     else:
         output.symlink_to("mine")
 
@@ -951,4 +1050,4 @@ def test_force_replaces_what_is_no_folder(
     assert contents(output) == contents(llama_bundle.folder)
     assert not output.is_symlink()
     assert leftovers(output) == ["bundle"]
-    assert contents(tmp_path / "mine") == {"file": b"mine"}
+    assert contents(tmp_path / "mine") == {"manifest.json": b"mine"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ import onnx
 import pytest
 
 from bundles import TinyBundle
-from commands import RUNTIME_ONLY, call, copy_folder, export, read_manifest, seal, spawn
-from pspec import cli
+from commands import RUNTIME_ONLY, call, contents, copy_folder, export, read_manifest, seal, spawn
+from pspec import cli, demo, show
+from pspec.demo import MODES
+from pspec.export.parity import ParityRow
+from pspec.export.report import parity_files
 from pspec.runtime.generate import GenerationConfig, Generator
 
 PROMPT = "one two one two one"
@@ -50,7 +54,16 @@ def test_no_command_shows_the_help() -> None:
 
 
 def test_version() -> None:
-    assert call("--version").went_well().startswith("pspec, version ")
+    for program in ("pspec", "pspec-export"):
+        text = call("--version", program=program).went_well()
+        assert text.startswith(f"{program}, version ")
+
+
+def test_the_list_of_commands_is_whole() -> None:
+    text = call("--help").went_well()
+    assert "..." not in text.partition("Commands:")[2]
+    assert "…" not in text
+    assert "pspec-export" in text
 
 
 # --- generate -------------------------------------------------------------------------------------
@@ -125,7 +138,16 @@ def test_raw_leaves_the_template_out(llama_bundle: TinyBundle) -> None:
 def test_plain_output_is_the_text_and_a_line_feed(llama_bundle: TinyBundle) -> None:
     text = answer(llama_bundle.folder, "--raw")["text"]
     arguments = ("--prompt", PROMPT, "--raw", "--max-new-tokens", "24")
-    assert call("generate", llama_bundle.folder, *arguments).went_well() == f"{text}\n"
+    done = call("generate", llama_bundle.folder, *arguments)
+    assert (done.status, done.stdout) == (0, f"{text}\n")
+
+
+@pytest.mark.parametrize("tokens", ["24", "0"])
+def test_figures_go_to_standard_error(llama_bundle: TinyBundle, tokens: str) -> None:
+    arguments = ("--prompt", PROMPT, "--draft", "off", "--max-new-tokens", tokens)
+    done = call("generate", llama_bundle.folder, *arguments)
+    rounds = r"tau 1\.00, [\d.]+ tokens/s without prefill, " if tokens == "24" else ""
+    assert re.fullmatch(rf"{tokens} tokens, {rounds}onnxruntime\n", done.stderr)
 
 
 def test_prompt_file_is_the_prompt(llama_bundle: TinyBundle, tmp_path: Path) -> None:
@@ -179,6 +201,41 @@ def test_chat_ends_at_an_empty_line(llama_bundle: TinyBundle) -> None:
     assert spawn("chat", llama_bundle.folder, typed="\nhello\n").went_well() == "> "
 
 
+# --- demo -----------------------------------------------------------------------------------------
+
+
+def test_demo_answers_in_each_mode(llama_bundle: TinyBundle) -> None:
+    options = ("--prompt", PROMPT, "--max-new-tokens", "8")
+
+    text = call("demo", "--output", llama_bundle.folder, *options).went_well()
+
+    assert all(f"--- {name}" in text for _, name in MODES)
+    assert "NO" not in text.split("same tokens")[1]
+    assert text.splitlines()[-1].startswith("The drafter is untrained")
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "below a file"])
+def test_demo_checks_its_place_before_it_makes_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(demo, "fetch_smollm2", lambda: pytest.fail("fetched"))
+    output = tmp_path / "place"
+    if kind == "folder":
+        output.mkdir()
+    (output / "mine" if kind == "folder" else output).write_text("mine")
+    before = contents(tmp_path)
+
+    done = call("demo", "--output", output / "deep" if kind == "below a file" else output)
+
+    done.refused(str(output))
+    assert "--force" not in done.stderr
+    assert contents(tmp_path) == before
+
+
+def test_demo_leaves_the_name_of_the_readme_alone() -> None:
+    assert "[default: smollm2-demo]" in call("demo", "--help").went_well()
+
+
 # --- inspect, verify, doctor, dry run -------------------------------------------------------------
 
 
@@ -206,6 +263,9 @@ def test_inspect_shows_a_drafter(llama_bundle: TinyBundle) -> None:
     assert value["config"] == json.loads((folder / "config.json").read_bytes())
     assert value["tensors"]
     assert all(name in text for name in value["tensors"])
+    assert "block.hidden_size" in text  # nested fields are rows of their own
+    assert not set("{}'") & set(text)
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_verify_passes_a_good_bundle(llama_bundle: TinyBundle) -> None:
@@ -250,6 +310,23 @@ def test_doctor_reports() -> None:
     assert "onnxruntime" in report["runs"]
     text = call("doctor").went_well()
     assert all(row["name"] in text for row in report["rows"])
+
+
+def test_parity_table_fits_a_narrow_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["target.symbolic", "target.n256.s131072", "drafter.a256.s131072"]
+    rows = [ParityRow(f"{name}.onnx", "random", 1.2e-4, 1.0, 12, True) for name in names]
+    parity_files(rows, tmp_path / "reports")
+    monkeypatch.setattr(show.console, "width", 80)
+
+    with show.console.capture() as output:
+        show.show_parity(tmp_path)
+
+    lines = output.get().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == len(names) + 5  # no row takes two lines
+    assert all(name in output.get() for name in names)
 
 
 def test_dry_run_shows_the_plan_and_writes_nothing(

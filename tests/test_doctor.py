@@ -250,6 +250,26 @@ def test_table_shows_the_whole_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert '"pspec-toolkit[export]"' in output.get()
 
 
+def test_each_fix_is_shown_once_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = examine(Fake(RUNTIME))
+    monkeypatch.setattr(show.console, "width", 80)
+
+    with show.console.capture() as output:
+        show.show_report(report)
+
+    lines = [line.strip() for line in output.get().splitlines()]
+    for fix in {row.fix for row in report.rows if row.fix}:
+        assert lines.count(fix) == 1
+    assert lines[-1] == "this machine cannot export; builds no engine; runs bundles on onnxruntime"
+
+
+def test_verdict_names_what_is_damaged() -> None:
+    both = {**RUNTIME, "onnxruntime-gpu": "1.23.2"}
+    with show.console.capture() as output:
+        show.show_report(examine(Fake(both)))
+    assert output.get().splitlines()[-1].endswith("cannot run bundles; mend first: onnxruntime")
+
+
 def test_report_is_plain_json() -> None:
     data = json.loads(msgspec.json.encode(examine(Fake(RUNTIME))))
     assert data["exports"] is False

@@ -434,6 +434,25 @@ def test_a_config_of_absurd_sizes_takes_no_memory(tmp_path: Path) -> None:
         read_drafter(folder)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 10**9}, r"num_layers is 1000000000, but model\.safetensors holds \d+ "),
+        ({"slots": 10**18}, "impossible sizes"),
+        ({"slots": 10**30}, "impossible sizes"),
+    ],
+)
+def test_a_config_of_absurd_sizes_takes_no_time(
+    tmp_path: Path, change: Config, message: str
+) -> None:
+    folder = write_plain(tmp_path / "drafter", complete(), random_tensors(complete()))
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | change))
+
+    with pytest.raises(CheckpointError, match=message):
+        read_drafter(folder)
+
+
 # The target it belongs to
 
 TARGET = TargetConfig("llama", 60, 2, BlockConfig(32, 48, 4, 2, 10), RopeConfig(), False, 64)

@@ -62,6 +62,15 @@ def test_a_failed_write_leaves_the_old_file(
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
+def test_nothing_left_behind_is_only_said_where_it_is_true(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "no space")
+    gone = tmp_path / "gone"
+    ends = {None: "", gone: "; nothing was left behind", tmp_path: f"; {tmp_path} was left behind"}
+    for work, end in ends.items():
+        with pytest.raises(PspecError, match=f"the disk is full{end}$"), disk_errors(gone, work):
+            raise full
+
+
 def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     with replaced_folder(folder) as fresh:

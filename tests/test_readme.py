@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pspec import cli
 from pspec.models.families import supported_families
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,6 +62,16 @@ def test_commands_and_their_options_exist(line: str) -> None:
     text = help_of(program, command)
     for option in re.findall(r"(?<=\s)--[a-z-]+", line):
         assert re.search(rf"(?<![\w-]){option}(?![\w-])", text), f"{line}: no {option}"
+
+
+@pytest.mark.parametrize("command", ["pspec-export", *cli.app.commands])
+def test_the_table_of_commands_has_every_option(command: str) -> None:
+    page = (ROOT / "docs" / "bundle.md").read_text(encoding="utf-8")
+    start = f"| `{command} " if command == "pspec-export" else f"| `pspec {command}"
+    (row,) = [line for line in page.splitlines() if line.startswith(start)]
+    known = cli.export if command == "pspec-export" else cli.app.commands[command]
+    options = {name for option in known.params for name in option.opts if name.startswith("--")}
+    assert set(re.findall(r"--[a-z-]+", row)) == options
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
-import logging.handlers
-import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 import pspec
+from pspec.cli_run import export_imports, run
 from pspec.errors import PspecError
+
+if TYPE_CHECKING:
+    from pspec.runtime.generate import Chunk, Generation
 
 BUNDLE = click.argument("bundle", type=click.Path(path_type=Path))
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 ENGINE = click.option("--engine", default="auto", show_default=True, help="Engine to run on.")
 THREADS = click.option(
-    "--threads", type=click.IntRange(1), help="CPU threads; one a core if unset."
+    "--threads", type=click.IntRange(1, 1024), help="CPU threads; one a core if unset."
 )
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -31,7 +30,10 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 @click.version_option(pspec.__version__, prog_name="pspec")
 @click.pass_context
 def app(context: click.Context) -> None:
-    """Speculative decoding with parallel drafters: export, verify, generate."""
+    """Speculative decoding with parallel drafters: check and run bundles.
+
+    A program of its own makes them: see pspec-export --help
+    """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
@@ -44,24 +46,26 @@ def app(context: click.Context) -> None:
 @click.option("--drafter", type=click.Path(path_type=Path), help="Drafter directory.")
 @click.option("--precision", default="fp32", show_default=True, help="fp32, the only one so far.")
 @click.option("--platform", default="generic", show_default=True, help="generic, likewise.")
-@click.option("--engine", default="auto", show_default=True, help="Engine file to build, or none.")
+@click.option("--engine", default="auto", show_default=True, help="Engine to prepare for, or none.")
 @click.option(
     "--max-context", default=1024, show_default=True, help="Longest prompt and answer, in tokens."
 )
 @click.option("--nodes", default=8, show_default=True, help="Tree nodes of a verify call.")
 @click.option("--batch", default=1, show_default=True, help="Rows of every graph.")
-@click.option("--force", is_flag=True, help="Replace an existing output folder.")
+@click.option("--force", is_flag=True, help="Replace a bundle that is there.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print the plan, write nothing.")
+@click.version_option(pspec.__version__, prog_name="pspec-export")
 def export(engine: str, dry_run: bool, **options: Any) -> None:
     """Export TARGET (a Hugging Face folder, .gguf file, hub id, or `smollm2`) to a bundle.
 
     Example: pspec-export smollm2 --output smollm2-bundle
     """
-    from pspec.runtime.engines import choose_engine
+    from pspec.runtime.engines import ENGINES
 
-    if engine != "none":
-        choose_engine(engine)
-    with _export_imports():
+    known = ("auto", *ENGINES, "none")
+    if engine not in known:
+        raise PspecError(f"engine {engine!r} is not there: use one of {', '.join(known)}")
+    with export_imports():
         from pspec.export.pipeline import export_bundle
         from pspec.export.request import ExportRequest, plan_export
         from pspec.show import Progress, show_parity, show_plan
@@ -76,7 +80,7 @@ def export(engine: str, dry_run: bool, **options: Any) -> None:
     click.echo(f"bundle: {folder}")
 
 
-@app.command()
+@app.command(short_help="Check every hash and shape of a bundle.")
 @BUNDLE
 @click.option("--engine", default=None, help="Also run the graphs on this engine: parity.")
 def verify(bundle: Path, engine: str | None) -> None:
@@ -91,7 +95,7 @@ def verify(bundle: Path, engine: str | None) -> None:
     click.echo(f"{bundle}: ok")
 
 
-@app.command()
+@app.command(short_help="Answer one prompt, streaming.")
 @BUNDLE
 @click.option("--prompt", help="Text to answer.")
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="File with the text.")
@@ -121,7 +125,7 @@ def generate(
     stops: tuple[str, ...],
     **settings: Any,
 ) -> None:
-    """Answer one prompt, streaming.
+    """Answer one prompt, streaming; a line of figures goes to standard error.
 
     Example: pspec generate smollm2-bundle --prompt "What is a token tree?"
     """
@@ -136,12 +140,11 @@ def generate(
     if as_json:
         click.echo(json.dumps(generator.generate(request, config).to_json(), ensure_ascii=False))
         return
-    for chunk in generator.stream_generate(request, config):
-        click.echo(chunk.text, nl=False)
-    click.echo()
+    result = _echo(generator.stream_generate(request, config))
+    click.echo(_stats_line(result), err=True)
 
 
-@app.command()
+@app.command(short_help="Talk to a bundle.")
 @BUNDLE
 @click.option("--system", help="System message.")
 @click.option("--max-new-tokens", default=512, show_default=True)
@@ -162,11 +165,7 @@ def chat(
             messages = list(opening)
             continue
         messages.append({"role": "user", "content": line})
-        answer = ""
-        for chunk in generator.stream_generate(messages, config):
-            click.echo(chunk.text, nl=False)
-            answer += chunk.text
-        click.echo()
+        answer = _echo(generator.stream_generate(messages, config)).text
         messages.append({"role": "assistant", "content": answer})
 
 
@@ -181,13 +180,12 @@ def inspect(path: Path, as_json: bool) -> None:
     if (path / MANIFEST_FILE).exists():
         show_bundle(path, as_json)
         return
-    if not (path / "config.json").exists():
-        raise PspecError(f"{path} is neither a bundle nor a drafter directory")
-    with _export_imports():
+    _need_drafter(path)
+    with export_imports():
         show_drafter(path, as_json)
 
 
-@app.command()
+@app.command(short_help="Say what this machine can do, and how to get the rest.")
 @AS_JSON
 def doctor(as_json: bool) -> None:
     """Say what this machine can export, build and run, and what to install for the rest."""
@@ -205,12 +203,12 @@ def doctor(as_json: bool) -> None:
         sys.exit(1)
 
 
-@app.command()
+@app.command(short_help="The whole path on a small model, with and without drafting.")
 @click.option(
     "--output",
     "-o",
     type=click.Path(path_type=Path),
-    default=Path("smollm2-bundle"),
+    default=Path("smollm2-demo"),
     show_default=True,
     help="Bundle folder; one that is there already is used.",
 )
@@ -218,7 +216,7 @@ def doctor(as_json: bool) -> None:
 @click.option("--max-new-tokens", default=96, show_default=True)
 def demo(output: Path, prompt: str | None, max_new_tokens: int) -> None:
     """Fetch SmolLM2-135M, export it with a drafter, and answer with and without speculation."""
-    with _export_imports():
+    with export_imports():
         from pspec.demo import run_demo
 
         run_demo(output, prompt, max_new_tokens)
@@ -231,13 +229,66 @@ def _prompt_text(prompt: str | None, file: Path | None) -> str:
         assert prompt is not None
         text = prompt
     else:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PspecError(f"--prompt-file {file} cannot be read as UTF-8 text") from error
+        text = _read_prompt(file)
     if not text:
         raise PspecError("the prompt is empty: give it some text")
     return text
+
+
+def _read_prompt(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise PspecError(f"--prompt-file {file}: there is no such file") from error
+    except OSError as error:
+        raise PspecError(f"--prompt-file {file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PspecError(f"--prompt-file {file} is not UTF-8 text") from error
+
+
+def _echo(stream: Iterator[Chunk]) -> Generation:
+    """Show an answer while it comes, and return it."""
+    try:
+        while True:
+            click.echo(next(stream).text, nl=False)
+    except StopIteration as end:
+        click.echo()
+        result: Generation = end.value
+        return result
+
+
+def _stats_line(result: Generation) -> str:
+    from pspec.show import tokens_per_second
+
+    facts = [f"{len(result.token_ids)} tokens"]
+    if result.stats.rounds:
+        speed = tokens_per_second(result.stats)
+        facts += [f"tau {result.stats.tau:.2f}", f"{speed:.1f} tokens/s without prefill"]
+    return ", ".join([*facts, result.engine])
+
+
+def _need_drafter(path: Path) -> None:
+    """Refuse what is no drafter directory, before anything is imported to read one."""
+    if (path.suffix.lower() == ".gguf" and path.is_file()) or _is_checkpoint(path):
+        raise PspecError(
+            f"{path} is a target, neither a bundle nor a drafter: make a bundle of it with "
+            f"pspec-export {path} --output BUNDLE"
+        )
+    if not (path / "config.json").exists():
+        fault = "is neither a bundle nor a drafter directory" if path.exists() else "is not there"
+        raise PspecError(
+            f"{path} {fault}: name a bundle (a folder made by pspec-export) or a drafter directory "
+            "(config.json and model.safetensors)"
+        )
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a folder holds a Hugging Face config."""
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and "model_type" in config
 
 
 def _read_line() -> str:
@@ -258,61 +309,6 @@ def _target(name: str) -> str:
     from pspec.models.smollm2 import fetch_smollm2
 
     return str(fetch_smollm2())
-
-
-class _export_imports:  # noqa: N801 - a context manager that reads as a verb
-    """Turns a missing export dependency into one line."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ModuleNotFoundError) and error.name:
-            package = error.name.partition(".")[0]
-            if package != "pspec":
-                raise PspecError(
-                    f"{package} is not installed: pip install 'pspec-toolkit[export,cpu]'"
-                ) from error
-
-
-@contextlib.contextmanager
-def _one_line() -> Iterator[None]:
-    """Keep standard error for our own last word.
-
-    Third parties are silenced. Our own warnings wait until the command has gone well: an error
-    stands alone.
-    """
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
-    logging.getLogger().addHandler(logging.NullHandler())  # else Python prints what nobody handles
-    shown = logging.StreamHandler()
-    shown.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    held = logging.handlers.MemoryHandler(1 << 16, logging.CRITICAL, shown, flushOnClose=False)
-    logger = logging.getLogger("pspec")
-    logger.addHandler(held)
-    try:
-        yield
-        held.flush()
-    finally:
-        logger.removeHandler(held)
-
-
-def run(command: Callable[..., Any], name: str) -> None:
-    """Run a command: bad input is one line and status 2, never a traceback."""
-    try:
-        with _one_line():
-            command.main(prog_name=name, standalone_mode=False)  # type: ignore[attr-defined]
-    except (PspecError, click.ClickException) as error:
-        text = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        click.echo("error: " + " ".join(text.split()), err=True)
-        sys.exit(2)
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted", err=True)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(1)
 
 
 def main() -> None:

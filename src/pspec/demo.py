@@ -9,8 +9,9 @@ from pathlib import Path
 import click
 from rich.table import Table
 
+from pspec.errors import ConfigError
 from pspec.export.pipeline import export_bundle
-from pspec.export.request import ExportRequest
+from pspec.export.request import ExportRequest, check_place, replaceable
 from pspec.models.checkpoint import load_target
 from pspec.models.drafter_file import write_drafter
 from pspec.models.initial import initial_config, initial_drafter
@@ -18,7 +19,7 @@ from pspec.models.smollm2 import fetch_smollm2
 from pspec.runtime.decode import Stats
 from pspec.runtime.generate import DraftMode, GenerationConfig, Generator
 from pspec.runtime.manifest import MANIFEST_FILE
-from pspec.show import Progress, console
+from pspec.show import Progress, console, tokens_per_second
 
 PROMPT = (
     "Repeat this sentence three times, then explain it: The target verifies what the drafter "
@@ -39,17 +40,11 @@ class Answer:
     token_ids: list[int]
     stats: Stats
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Committed tokens over the time of the rounds, prefill left out."""
-        stats = self.stats
-        seconds = stats.draft_seconds + stats.verify_seconds + stats.host_seconds
-        return stats.committed / seconds if seconds else 0.0
-
 
 def run_demo(output: Path, prompt: str | None, max_new_tokens: int) -> None:
     """Fetch, export, answer in each mode, and print the table."""
     if not (output / MANIFEST_FILE).exists():
+        _check_output(output)
         _export(output)
     click.echo(f"bundle: {output}")
     generator = Generator.open(output)
@@ -57,6 +52,13 @@ def run_demo(output: Path, prompt: str | None, max_new_tokens: int) -> None:
     click.echo(f"\nprompt: {question}")
     answers = [_answer(generator, question, mode, name, max_new_tokens) for mode, name in MODES]
     _show(answers)
+
+
+def _check_output(output: Path) -> None:
+    """Refuse the place before anything is fetched or made."""
+    if not replaceable(output):
+        raise ConfigError(f"{output} is in use and no bundle: choose another --output")
+    check_place(output)
 
 
 def _export(output: Path) -> None:
@@ -67,8 +69,9 @@ def _export(output: Path) -> None:
         click.echo("making a one-layer parallel drafter from the target's last layer")
         decoder = load_target(source).decoder
         write_drafter(initial_drafter(decoder, initial_config(decoder)), drafter)
+    request = ExportRequest(target=source, output=output, drafter=drafter, force=True)
     with Progress() as progress:
-        export_bundle(ExportRequest(target=source, output=output, drafter=drafter), progress)
+        export_bundle(request, progress)  # forced: an empty folder may be there
 
 
 def _answer(
@@ -87,13 +90,14 @@ def _answer(
 
 def _show(answers: list[Answer]) -> None:
     plain = answers[0]
+    plain_speed = tokens_per_second(plain.stats)
     table = Table(title="one run, noisy; speed leaves prefill out")
     table.add_column("")
     for title in ("rounds", "tau", "tokens/s", "speed-up", "same tokens"):
         table.add_column(title, justify="right")
     for answer in answers:
-        speed = answer.tokens_per_second
-        ratio = speed / plain.tokens_per_second if plain.tokens_per_second else 0.0
+        speed = tokens_per_second(answer.stats)
+        ratio = speed / plain_speed if plain_speed else 0.0
         same = "yes" if answer.token_ids == plain.token_ids else "NO"
         row = (
             f"{answer.stats.rounds}",
@@ -104,3 +108,4 @@ def _show(answers: list[Answer]) -> None:
         table.add_row(answer.name, *row, same)
     console.print()
     console.print(table)
+    click.echo("The drafter is untrained, so its tau is about 1: it only costs time.")

@@ -14,6 +14,18 @@ from pathlib import Path
 from pspec.errors import PspecError
 
 
+def expand_user(path: str | Path) -> Path:
+    """A path whose leading ``~`` or ``~name`` is the home of a user.
+
+    Raises:
+        PspecError: there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise PspecError(f"{path}: there is no such user or no home folder") from error
+
+
 def write_file(path: Path, data: bytes) -> None:
     """Write a whole file, or leave what was there."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -76,8 +88,12 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def disk_errors(place: Path) -> Iterator[None]:
+def disk_errors(place: Path, work: Path | None = None) -> Iterator[None]:
     """Turn what a disk can do to us into one line.
+
+    Args:
+        place: what was to be written.
+        work: folder that the block removes when it fails; the line says whether it is gone.
 
     Raises:
         PspecError: for a full disk, a missing permission or another refusal of the file system.
@@ -95,7 +111,10 @@ def disk_errors(place: Path) -> Iterator[None]:
         reason = reasons.get(error.errno or 0) or error.strerror
         if reason is None:
             raise
-        raise PspecError(f"cannot write to {place}: {reason}; nothing was left behind") from error
+        left = ""
+        if work is not None:
+            left = f"; {work if os.path.lexists(work) else 'nothing'} was left behind"
+        raise PspecError(f"cannot write to {place}: {reason}{left}") from error
 
 
 def sha256_file(path: Path) -> str:

@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from pspec.doctor import Report
-from pspec.errors import BundleError
 from pspec.progress import Watcher
 from pspec.runtime.bundle import open_bundle
 from pspec.runtime.manifest import Manifest, ShapePlan
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from pspec.export.request import ExportRequest
     from pspec.models.checkpoint import LoadedTarget
     from pspec.models.drafter import Drafter
+    from pspec.runtime.decode import Stats
 
 console = Console(markup=False)  # names may hold brackets
 
@@ -64,6 +64,12 @@ class Progress(Watcher):
         (console if self._bars.disable else self._bars.console).print(text, highlight=False)
 
 
+def tokens_per_second(stats: Stats) -> float:
+    """Committed tokens over the time of the rounds, prefill left out; 0 without a round."""
+    seconds = stats.draft_seconds + stats.verify_seconds + stats.host_seconds
+    return stats.committed / seconds if seconds else 0.0
+
+
 def show_plan(
     request: ExportRequest, target: LoadedTarget, drafter: Drafter | None, plan: ShapePlan
 ) -> None:
@@ -93,13 +99,14 @@ def show_plan(
 def show_parity(folder: Path) -> None:
     """The parity table of a finished export."""
     rows = json.loads((folder / "reports" / "parity.json").read_bytes())
-    table = Table(title="exported graphs against PyTorch, fp32")
-    for title in ("graph", "inputs", "largest difference", "tokens equal", "near-ties"):
+    table = Table(title="exported graphs against PyTorch, fp32: largest difference")
+    # Short enough, with the longest graph's name, for a terminal of 80 columns.
+    for title in ("graph", "inputs", "difference", "tokens equal", "near-ties"):
         justify: JustifyMethod = "left" if title in ("graph", "inputs") else "right"
         table.add_column(title, justify=justify, overflow="fold")
     for row in rows:
         table.add_row(
-            row["graph"],
+            row["graph"].removesuffix(".onnx"),
             row["inputs"],
             f"{row['error']:.1e}",
             f"{row['agree']:.1%}",
@@ -125,10 +132,8 @@ def show_bundle(folder: Path, as_json: bool) -> None:
 
 def show_drafter(folder: Path, as_json: bool) -> None:
     """A drafter directory, every tensor read and checked."""
-    from pspec.models.drafter_file import CONFIG_FILE, read_drafter
+    from pspec.models.drafter_file import read_drafter
 
-    if not (folder / CONFIG_FILE).exists():
-        raise BundleError(f"{folder} is neither a bundle nor a drafter directory")
     drafter = read_drafter(folder)
     tensors = {name: list(tensor.shape) for name, tensor in drafter.state_dict().items()}
     config = msgspec.to_builtins(drafter.config)
@@ -136,25 +141,43 @@ def show_drafter(folder: Path, as_json: bool) -> None:
         console.out(json.dumps({"config": config, "tensors": tensors}), highlight=False)
         return
     count = sum(tensor.numel() for tensor in drafter.state_dict().values())
-    _facts(f"{folder}: {count / 1e6:.2f} M parameters", config)
-    table = Table(title="tensors (as graphs use them: [in, out])")
-    table.add_column("name")
-    table.add_column("shape")
+    _facts(f"{folder}: {count:,} parameters", _flat(config))
+    table = Table(title="tensors as graphs use them, weights [in, out]", title_justify="left")
+    table.add_column("name", overflow="fold")
+    table.add_column("shape", justify="right")
     for name, shape in tensors.items():
-        table.add_row(name, str(shape))
+        table.add_row(name, " x ".join(map(str, shape)))
     console.print(table)
 
 
 def show_report(report: Report) -> None:
     """What ``doctor`` found."""
     table = Table()
-    for title in ("area", "name", "state", "found", "fix"):
+    for title in ("area", "name", "state", "found"):
         table.add_column(title, overflow="fold")
     colours = {"ok": "green", "warn": "yellow", "missing": "dim", "fail": "red"}
+    fixes: dict[str, list[str]] = {}
     for row in report.rows:
-        cells = (row.area, row.name, row.state, row.found, row.fix)
+        cells = (row.area, row.name, row.state, row.found)
         table.add_row(*map(Text, cells), style=colours[row.state])
+        if row.fix:
+            fixes.setdefault(row.fix, []).append(row.name)
     console.print(table)
+    for fix, names in fixes.items():  # whole lines, to be copied
+        console.print(f"for {', '.join(names)}:\n  {fix}", soft_wrap=True, highlight=False)
+    console.print(_verdict(report), soft_wrap=True, highlight=False)
+
+
+def _verdict(report: Report) -> str:
+    """One line on what the machine can do."""
+    parts = [
+        "exports bundles" if report.exports else "cannot export",
+        f"builds for {', '.join(report.builds)}" if report.builds else "builds no engine",
+        f"runs bundles on {', '.join(report.runs)}" if report.runs else "cannot run bundles",
+    ]
+    damaged = [row.name for row in report.rows if row.state == "fail"]
+    fault = f"; mend first: {', '.join(damaged)}" if damaged else ""
+    return f"this machine {'; '.join(parts)}{fault}"
 
 
 def _bundle_facts(manifest: Manifest) -> dict[str, object]:
@@ -177,12 +200,29 @@ def _plan_facts(plan: ShapePlan) -> dict[str, object]:
         "batch": plan.batch,
         "nodes": plan.nodes,
         "chunk": plan.chunk,
-        "cache buckets": ", ".join(str(bucket) for bucket in plan.buckets),
+        "cache buckets": plan.buckets,
     }
 
 
 def _facts(title: str, facts: Mapping[str, object]) -> None:
     table = Table(title=title, show_header=False, title_justify="left")
     for name, value in facts.items():
-        table.add_row(name, str(value))
+        table.add_row(name, _text(value))
     console.print(table)
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    """The fields of nested objects under dotted names; those that are not set are left out."""
+    fields: dict[str, object] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            fields |= _flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            fields[prefix + name] = value
+    return fields
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
