@@ -18,13 +18,8 @@ from numpy.typing import NDArray
 
 from pspec.export.trace import size_of
 from pspec.models.graph import GraphModel, Value, run_graph
+from pspec.runtime.compare import compare_outputs
 from pspec.runtime.ort import open_session
-
-TOLERANCE = 1e-3
-"""Largest absolute difference allowed in fp32, over the larger of 1 and the values' scale.
-
-Random caches drive activations far beyond those of text: 2e-4 was seen on a 30-layer target.
-"""
 
 Feeds = dict[str, NDArray[Any]]
 Outputs = dict[str, NDArray[Any]]
@@ -38,7 +33,7 @@ class ParityRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         inputs: ``fixed`` or ``random``.
         error: largest absolute difference of float outputs, over the larger of 1 and their scale.
         agree: share of integer outputs (tokens) that are equal.
-        near_ties: unequal tokens whose logits are closer than 1e-4.
+        near_ties: unequal tokens whose scores are closer than the tolerance.
         passed: whether the graph is good.
     """
 
@@ -107,52 +102,8 @@ def compare_graph(
 
 
 def _compare(graph: str, kind: str, got: Outputs, wanted: Outputs) -> ParityRow:
-    error, equal, total, near = 0.0, 0, 0, 0
-    for name, want in wanted.items():
-        have = got[name]
-        if have.shape != want.shape or have.dtype != want.dtype:
-            error = float("inf")
-            continue
-        if want.dtype.kind == "f":
-            error = max(error, _difference(have, want))
-            continue
-        same = have == want
-        equal, total = equal + int(same.sum()), total + same.size
-        near += _near_ties(name, have, want, wanted)
-    agree = equal / total if total else 1.0
-    return ParityRow(graph, kind, error, agree, near, error <= TOLERANCE and equal + near == total)
-
-
-def _difference(have: NDArray[Any], want: NDArray[Any]) -> float:
-    """Infinite where either is not finite: a NaN compares as neither small nor large."""
-    if not (np.isfinite(have).all() and np.isfinite(want).all()):
-        return float("inf")
-    scale = max(1.0, float(np.abs(want).max(initial=0.0)))
-    return float(np.abs(have - want).max(initial=0.0)) / scale
-
-
-def _near_ties(name: str, have: NDArray[Any], want: NDArray[Any], wanted: Outputs) -> int:
-    """Unequal tokens that the reference itself can hardly tell apart."""
-    places = np.argwhere(have != want)
-    if not places.size:
-        return 0
-    if name == "next_token":
-        logits = wanted["logits"]
-        gaps = [abs(logits[b, r, want[b, r]] - logits[b, r, have[b, r]]) for b, r in places]
-        return sum(gap < 1e-4 for gap in gaps)
-    return _swapped(places, have, want, wanted["draft_logprobs"])
-
-
-def _swapped(
-    places: NDArray[Any], have: NDArray[Any], want: NDArray[Any], logprobs: NDArray[Any]
-) -> int:
-    """Candidates that only changed places with one of nearly the same probability."""
-    near = 0
-    for row, slot, rank in places:
-        found = np.flatnonzero(want[row, slot] == have[row, slot, rank])
-        other = logprobs[row, slot, found[0] if found.size else -1]
-        near += bool(abs(other - logprobs[row, slot, rank]) < 1e-4)
-    return near
+    found = compare_outputs(got, wanted)
+    return ParityRow(graph, kind, found.error, found.agree, found.near_ties, found.passed)
 
 
 def _fill(value: Value, sizes: Mapping[str, int], kind: str, rng: Any) -> NDArray[Any]:

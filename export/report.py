@@ -8,8 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from pspec.export.parity import TOLERANCE, ParityRow
+from pspec.export.parity import ParityRow
 from pspec.files import write_file
+from pspec.runtime.compare import TOLERANCE
 
 
 def parity_files(rows: Sequence[ParityRow], folder: Path) -> None:

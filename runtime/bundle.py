@@ -5,15 +5,27 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import msgspec
 
 from pspec.errors import BundleError
 from pspec.files import sha256_file, write_file
-from pspec.runtime.manifest import MANIFEST_FILE, SCHEMA_VERSION, Manifest
+from pspec.runtime.manifest import MANIFEST_FILE, SCHEMA_VERSION, GraphSpec, Manifest
 
 GRAPH_FOLDER = "graphs"
+
+# Inputs and outputs the runtime knows by name; caches and features come with the model.
+_NEEDED = {
+    "target": (
+        {"token_ids", "position_ids", "tree_mask", "cache_length", "logit_rows"},
+        {"next_token", "logits"},
+    ),
+    "drafter": (
+        {"token_ids", "token_count", "cache_length"},
+        {"draft_ids", "draft_logprobs"},
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +47,8 @@ def open_bundle(folder: Path) -> Bundle:
     Hashes are left to :func:`check_hashes`: they cost a read of all weights.
 
     Raises:
-        BundleError: for a folder that is no bundle, another schema version, a missing or cut file.
+        BundleError: for a folder that is no bundle, another schema version, a manifest that
+            contradicts itself, a missing or cut file.
     """
     path = folder / MANIFEST_FILE
     try:
@@ -44,6 +57,7 @@ def open_bundle(folder: Path) -> Bundle:
         hint = "make one with: pspec-export TARGET --output BUNDLE"
         raise BundleError(f"{folder} is no bundle: no readable {path.name}; {hint}") from error
     bundle = Bundle(folder, parse_manifest(data))
+    check_manifest(bundle.manifest)
     for name, entry in bundle.manifest.files.items():
         file = folder / name
         if not file.is_file():
@@ -84,6 +98,45 @@ def parse_manifest(data: bytes) -> Manifest:
     if manifest.checksum != _checksum(manifest):
         raise BundleError(f"{MANIFEST_FILE} is not what was exported (checksum differs)")
     return manifest
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """See that what a manifest lists fits together; the schema alone cannot say.
+
+    Raises:
+        BundleError: naming the first entry that is wrong.
+    """
+    for name in manifest.files:
+        if not _stays_inside(name):
+            raise BundleError(f"{MANIFEST_FILE}: file {name!r} is no place inside the bundle")
+    for name in ("weights.data", *(graph.file for graph in manifest.graphs)):
+        if f"{GRAPH_FOLDER}/{name}" not in manifest.files:
+            raise BundleError(f"{MANIFEST_FILE}: {GRAPH_FOLDER}/{name} is not among its files")
+    roles = {"target", *(["drafter"] if manifest.drafter else [])}
+    for role in sorted(roles | {graph.role for graph in manifest.graphs}):
+        if not any(graph.role == role and graph.is_symbolic for graph in manifest.graphs):
+            raise BundleError(f"{MANIFEST_FILE}: no symbolic graph for the {role}")
+    for graph in manifest.graphs:
+        _check_needed(graph)
+    plan = manifest.plan
+    if sorted({*plan.buckets}) != [*plan.buckets] or not plan.buckets:
+        raise BundleError(f"{MANIFEST_FILE}: buckets {[*plan.buckets]} do not ascend")
+    if min(plan.batch, plan.nodes, plan.accepted, plan.chunk, *plan.buckets) < 1:
+        raise BundleError(f"{MANIFEST_FILE}: a number of the plan is below 1")
+
+
+def _check_needed(graph: GraphSpec) -> None:
+    for wanted, specs in zip(_NEEDED[graph.role], (graph.inputs, graph.outputs), strict=True):
+        missing = sorted(wanted - {spec.name for spec in specs})
+        if missing:
+            raise BundleError(f"{MANIFEST_FILE}: graph {graph.file} has no {missing[0]}")
+
+
+def _stays_inside(name: str) -> bool:
+    """Whether a name is a plain relative path, on whatever system reads it."""
+    path = PurePosixPath(name)
+    plain = name == str(path) and not any(sign in name for sign in "\\:\0")
+    return plain and not path.is_absolute() and ".." not in path.parts
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -7,11 +7,12 @@ over the same context, would have said it. See ``docs/how-it-works.md``.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pspec.errors import RequestError
 from pspec.runtime.drafter import Drafter
+from pspec.runtime.request import token_ids, whole
 from pspec.runtime.stop import FinishReason, cut
 from pspec.runtime.target import Target
 from pspec.runtime.tree import Tree, TreePlan, accept_greedy, best_first, planned, root_only
@@ -61,7 +62,10 @@ class TreeSettings:
 
 
 class Decoding:
-    """State of one sequence."""
+    """State of one sequence: its ``ids``, prompt and answer, and the ``stats`` of its rounds."""
+
+    ids: list[int]
+    stats: Stats
 
     def __init__(
         self,
@@ -69,22 +73,27 @@ class Decoding:
         drafter: Drafter | None,
         tree: TreeSettings,
         eos: frozenset[int],
+        vocab_size: int,
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.tree = tree
         self.eos = eos
-        self.ids: list[int] = []
-        self.stats = Stats(accepted_by_slot=[0] * (drafter.slots if drafter else 0))
+        self.vocab_size = vocab_size
+        self._reset()
 
-    def run(self, prompt: Sequence[int], max_new_tokens: int) -> Iterator[Block]:
+    def run(self, prompt: Iterable[int], max_new_tokens: int) -> Iterator[Block]:
         """Prefill ``prompt`` and yield committed blocks until the sequence ends.
 
+        Each run is a new sequence: ``ids`` and ``stats`` begin anew.
+
         Raises:
-            RequestError: for an empty prompt, one that leaves no room for an answer, and when
-                another sequence was begun on the same engine meanwhile.
+            RequestError: for a prompt that is empty, holds what is no token id, or leaves no room
+                for an answer, and when another sequence was begun on the same engine meanwhile.
         """
-        limit = self._check(prompt, max_new_tokens)
+        prompt = token_ids(prompt, self.vocab_size)
+        limit = self._limit(len(prompt), max_new_tokens)
+        self._reset()
         if max_new_tokens == 0:
             return
         sequence = self.target.start()
@@ -160,19 +169,22 @@ class Decoding:
         kept, reason = cut(tokens, self.eos, limit - len(self.ids))
         return Block(kept, min(len(kept), len(tokens) - 1), reason)
 
-    def _check(self, prompt: Sequence[int], max_new_tokens: int) -> int:
+    def _reset(self) -> None:
+        self.ids = []
+        self.stats = Stats(accepted_by_slot=[0] * (self.drafter.slots if self.drafter else 0))
+
+    def _limit(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """Longest sequence allowed."""
         context = self.target.plan.max_context
-        if not prompt:
+        whole("max_new_tokens", max_new_tokens, 0)
+        if not prompt_tokens:
             raise RequestError("the prompt is empty: it needs at least one token")
-        if max_new_tokens < 0:
-            raise RequestError(f"max_new_tokens is {max_new_tokens}, expected 0 or more")
-        if len(prompt) >= context:
+        if prompt_tokens >= context:
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens, the context holds {context}: "
+                f"the prompt has {prompt_tokens} tokens, the context holds {context}: "
                 f"use at most {context - 1}, or export with a larger --max-context"
             )
-        return min(len(prompt) + max_new_tokens, context)
+        return min(prompt_tokens + max_new_tokens, context)
 
     def _engine_seconds(self) -> tuple[float, float]:
         return self.drafter.seconds if self.drafter else 0.0, self.target.engine.seconds

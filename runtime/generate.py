@@ -10,10 +10,11 @@ The three layers of the Python API:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import abc  # its Generator is not ours
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pspec.errors import RequestError
 from pspec.runtime.bundle import Bundle, check_hashes, open_bundle
@@ -24,32 +25,17 @@ from pspec.runtime.engine import Engine
 from pspec.runtime.engines import open_engine
 from pspec.runtime.lookup import PromptLookup
 from pspec.runtime.manifest import Role
+from pspec.runtime.request import DraftMode, GenerationConfig, prompt_items, token_ids, whole
 from pspec.runtime.stop import FinishReason, StopText
 from pspec.runtime.target import Target
 from pspec.runtime.text import Text
 
-DraftMode = Literal["auto", "bundle", "lookup", "off"]
+__all__ = ["Chunk", "DraftMode", "Generation", "GenerationConfig", "Generator", "Prompt"]
 
+Prompt = str | Iterable[Mapping[str, Any]] | Iterable[int]
+"""Text, chat messages, or token ids."""
 
-@dataclass(frozen=True)
-class GenerationConfig:
-    """Settings of one request, under Hugging Face's names.
-
-    Attributes:
-        max_new_tokens: budget; the context's end comes first where it is nearer.
-        temperature: 0 is greedy, the only one so far.
-        stop_strings: text that ends the answer; it is not shown.
-        eos_token_id: ids that end the answer instead of the bundle's own; empty means none.
-        draft: the bundle's drafter, prompt lookup, none, or the best the bundle has.
-        nodes: tree nodes, node 0 included; None takes the bundle's number.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    stop_strings: tuple[str, ...] = ()
-    eos_token_id: tuple[int, ...] | None = None
-    draft: DraftMode = "auto"
-    nodes: int | None = None
+_MOST_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -109,13 +95,18 @@ class Generation:
 
 
 class Generator:
-    """A bundle ready to answer: its text layer and its engines, opened once."""
+    """A bundle ready to answer: its text layer and its engines, opened once.
+
+    Raises:
+        RequestError: for a number of threads that is out of range.
+        EngineError: when the engine cannot run here.
+    """
 
     def __init__(self, bundle: Bundle, *, engine: str = "auto", threads: int | None = None) -> None:
+        self._threads = None if threads is None else whole("threads", threads, 1, _MOST_THREADS)
         self.bundle = bundle
         self.text = Text.open(bundle.folder)
         self.engine = engine
-        self._threads = threads
         self._engines: dict[Role, Engine] = {}
         self._target = Target(self._open("target"), bundle.manifest.plan)
 
@@ -128,6 +119,7 @@ class Generator:
         Raises:
             BundleError: for a damaged bundle.
             EngineError: when the engine cannot run here.
+            RequestError: for a number of threads that is out of range.
         """
         bundle = open_bundle(Path(folder))
         check_hashes(bundle)
@@ -141,7 +133,7 @@ class Generator:
 
     def generate(
         self,
-        prompt: str | Sequence[Mapping[str, Any]] | Sequence[int],
+        prompt: Prompt,
         config: GenerationConfig | None = None,
     ) -> Generation:
         """Answer a prompt: text, messages or token ids.
@@ -159,11 +151,15 @@ class Generator:
 
     def stream_generate(
         self,
-        prompt: str | Sequence[Mapping[str, Any]] | Sequence[int],
+        prompt: Prompt,
         config: GenerationConfig | None = None,
         drafter: Drafter | None = None,
-    ) -> Iterator[Chunk]:
-        """Yield chunks as rounds commit them; the generator's return value is the result."""
+    ) -> abc.Generator[Chunk, None, Generation]:
+        """Yield chunks as rounds commit them; the generator's return value is the result.
+
+        Raises:
+            RequestError: for settings or a prompt that cannot be served.
+        """
         config = config or GenerationConfig()
         ids = self._prompt_ids(prompt)
         decoding = self.decode(config, drafter)
@@ -194,11 +190,12 @@ class Generator:
             drafter or self._drafter("off" if nodes == 1 else config.draft),
             TreeSettings(nodes),
             self._eos(config),
+            manifest.target.vocab_size,
         )
 
     def stream(
         self, ids: list[int], decoding: Decoding, config: GenerationConfig
-    ) -> Iterator[Chunk]:
+    ) -> abc.Generator[Chunk, None, Generation]:
         """Text over a token-level state made by :meth:`decode`."""
         start = time.perf_counter()
         writer = _Writer(self.text, config.stop_strings)
@@ -217,7 +214,7 @@ class Generator:
             yield Chunk(text, tokens, min(block.accepted, len(tokens)), reason)
             if reason is not None:
                 break
-        return Generation(  # type: ignore[return-value]  # a generator's return value
+        return Generation(
             text=writer.text,
             token_ids=decoding.ids[len(ids) :],
             finish_reason=reason or "length",
@@ -227,24 +224,19 @@ class Generator:
             seconds=time.perf_counter() - start,
         )
 
-    def _prompt_ids(self, prompt: str | Sequence[Mapping[str, Any]] | Sequence[int]) -> list[int]:
-        if isinstance(prompt, str):
-            return self._checked(self.text.encode(prompt))
-        tokens = [item for item in prompt if isinstance(item, int)]
-        messages = [item for item in prompt if not isinstance(item, int)]
-        return self._checked(tokens if tokens or not messages else self.encode(messages))
-
-    def _checked(self, ids: list[int]) -> list[int]:
-        vocab = self.bundle.manifest.target.vocab_size
-        for token in ids:
-            if not 0 <= token < vocab:
-                raise RequestError(f"token id {token} is not in 0..{vocab - 1}, the vocabulary")
-        return ids
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        items = prompt if isinstance(prompt, str) else prompt_items(prompt)
+        words = isinstance(items, str) or any(isinstance(item, Mapping) for item in items)
+        ids = self.encode(items) if words else items
+        return token_ids(ids, self.bundle.manifest.target.vocab_size)
 
     def _eos(self, config: GenerationConfig) -> frozenset[int]:
         """The bundle's ids or the request's, and stop strings that are whole special tokens."""
-        own = self.bundle.manifest.target.eos_token_ids
-        chosen = own if config.eos_token_id is None else config.eos_token_id
+        target, chosen = self.bundle.manifest.target, config.eos_token_id
+        if chosen is None:
+            chosen = target.eos_token_ids
+        else:
+            token_ids(chosen, target.vocab_size, "eos_token_id")
         # Added tokens only: an ordinary token's name is not its text in a byte-level vocabulary.
         added = self.text.tokenizer.get_added_tokens_decoder().items()
         return frozenset(chosen) | {

@@ -6,8 +6,9 @@ allocates nothing and copies nothing but the accepted rows.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,34 @@ def open_session(path: Path, threads: int | None, *, prepack: bool = True) -> An
         options.intra_op_num_threads = threads
     if not prepack:
         options.add_session_config_entry("session.disable_prepacking", "1")
-    try:
+    with ort_errors(f"onnxruntime cannot load {path.name}"):
         return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+@contextlib.contextmanager
+def ort_errors(what: str) -> Iterator[None]:
+    """Turn whatever ONNX Runtime raises into an ``EngineError`` of one line."""
+    try:
+        yield
     except Exception as error:  # onnxruntime has no common base class for its errors
-        reason = str(error).splitlines()[0]
-        raise EngineError(f"onnxruntime cannot load {path.name}: {reason}") from error
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise EngineError(f"{what}: {reason}") from error
+
+
+def strange_name(session: Any, inputs: Collection[str], outputs: Collection[str]) -> str | None:
+    """What is wrong with the names of a session's inputs and outputs, or None.
+
+    An input that the frozen graph has no use for may be missing from the session.
+    """
+    takes = {value.name for value in session.get_inputs()}
+    gives = {value.name for value in session.get_outputs()}
+    if takes - set(inputs):
+        return f"its input {min(takes - set(inputs))} is not in the manifest"
+    if gives - set(outputs):
+        return f"its output {min(gives - set(outputs))} is not in the manifest"
+    if set(outputs) - gives:
+        return f"it has no output {min(set(outputs) - gives)}"
+    return None
 
 
 class OrtEngine:
@@ -78,8 +102,8 @@ class OrtEngine:
         self._bindings: dict[tuple[int, int], tuple[Binding, Array]] = {}
         self._io: dict[tuple[int, int, int], Any] = {}
         self._key = (0, 0)
-        # An input that the frozen graph has no use for may be missing from the session.
         self._known = {value.name for value in self._session.get_inputs()}
+        self._check_names()
 
     def fit(self, count: int) -> int:
         if count == self._plan.chunk:
@@ -99,9 +123,10 @@ class OrtEngine:
         rows = binding.inputs["logit_rows"].shape[1] if "logit_rows" in binding.inputs else 0
         self._key = (binding.count, rows)
         binding.inputs["cache_length"][:] = self.lengths
-        io = self._io_binding((*self._key, self._cache.bucket))
-        start = time.perf_counter()
-        self._session.run_with_iobinding(io)
+        with ort_errors(f"onnxruntime cannot run {self._graph.file}"):
+            io = self._io_binding((*self._key, self._cache.bucket))
+            start = time.perf_counter()
+            self._session.run_with_iobinding(io)
         self.seconds += time.perf_counter() - start
 
     def commit(self, row: int, nodes: Sequence[int]) -> None:
@@ -112,6 +137,13 @@ class OrtEngine:
 
     def cache_rows(self, row: int) -> Array:
         return self._cache.rows(row)
+
+    def _check_names(self) -> None:
+        """What will be bound is what the graph has."""
+        inputs = [*_per_layer("past", self._cache.view), *_names(_plain(self._graph.inputs))]
+        outputs = [*_per_layer("new", self._cache.view), *_names(_plain(self._graph.outputs))]
+        if strange := strange_name(self._session, inputs, outputs):
+            raise EngineError(f"{self._graph.file} does not fit the manifest: {strange}")
 
     def _allocate(self, count: int, logit_rows: int) -> tuple[Binding, Array]:
         sizes = {
@@ -143,6 +175,10 @@ class OrtEngine:
 def _plain(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
     """Inputs or outputs that are not cache tensors."""
     return [spec for spec in specs if not spec.name.startswith(("past_", "new_"))]
+
+
+def _names(specs: Sequence[TensorSpec]) -> list[str]:
+    return [spec.name for spec in specs]
 
 
 def _array(spec: TensorSpec, sizes: dict[str, int]) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -88,6 +89,88 @@ def test_no_key_is_unknown_at_any_depth(llama_bundle: TinyBundle) -> None:
     parse_manifest(json.dumps(raw).encode())
 
 
+def without(manifest: Manifest, name: str) -> dict[str, Any]:
+    files = {file: entry for file, entry in manifest.files.items() if file != name}
+    return {"files": files}
+
+
+def renamed(manifest: Manifest, name: str) -> dict[str, Any]:
+    """The tokenizer under another name."""
+    files = dict(manifest.files)
+    files[name] = files.pop("tokenizer.json")
+    return {"files": files}
+
+
+def with_graphs(manifest: Manifest, keep: Callable[[GraphSpec], bool]) -> dict[str, Any]:
+    return {"graphs": tuple(graph for graph in manifest.graphs if keep(graph))}
+
+
+def with_plan(manifest: Manifest, **fields: Any) -> dict[str, Any]:
+    return {"plan": msgspec.structs.replace(manifest.plan, **fields)}
+
+
+def without_value(manifest: Manifest, side: str, name: str) -> dict[str, Any]:
+    """No graph has this input or output."""
+    return {
+        "graphs": tuple(
+            msgspec.structs.replace(
+                graph, **{side: tuple(v for v in getattr(graph, side) if v.name != name)}
+            )
+            for graph in manifest.graphs
+        )
+    }
+
+
+CONTRADICTIONS: dict[str, tuple[Callable[[Manifest], dict[str, Any]], str]] = {
+    "no symbolic target": (
+        lambda m: with_graphs(m, lambda graph: graph.role != "target" or not graph.is_symbolic),
+        "no symbolic graph for the target",
+    ),
+    "no symbolic drafter": (
+        lambda m: with_graphs(m, lambda graph: graph.role != "drafter" or not graph.is_symbolic),
+        "no symbolic graph for the drafter",
+    ),
+    "no drafter graph": (
+        lambda m: with_graphs(m, lambda graph: graph.role != "drafter"),
+        "no symbolic graph for the drafter",
+    ),
+    "no graph": (lambda m: {"graphs": ()}, "no symbolic graph"),
+    "no weights": (
+        lambda m: without(m, "graphs/weights.data"),
+        "graphs/weights.data is not among its files",
+    ),
+    "graph unlisted": (
+        lambda m: without(m, "graphs/target.symbolic.onnx"),
+        "graphs/target.symbolic.onnx is not among its files",
+    ),
+    "parent": (lambda m: renamed(m, "../x"), "'../x' is no place inside"),
+    "parent within": (lambda m: renamed(m, "graphs/../../x"), "is no place inside"),
+    "absolute": (lambda m: renamed(m, "/etc/hostname"), "'/etc/hostname' is no place inside"),
+    "drive": (lambda m: renamed(m, "C:/x"), "'C:/x' is no place inside"),
+    "backslash": (lambda m: renamed(m, "..\\x"), "is no place inside"),
+    "nameless": (lambda m: renamed(m, ""), "'' is no place inside"),
+    "no buckets": (lambda m: with_plan(m, buckets=()), "buckets"),
+    "buckets fall": (lambda m: with_plan(m, buckets=(96, 48)), "buckets"),
+    "no chunk": (lambda m: with_plan(m, chunk=0), "plan"),
+    "no tokens": (lambda m: without_value(m, "inputs", "token_ids"), "has no token_ids"),
+    "no answer": (lambda m: without_value(m, "outputs", "next_token"), "has no next_token"),
+}
+
+
+@pytest.mark.parametrize("kind", CONTRADICTIONS)
+def test_a_manifest_that_contradicts_itself_is_refused(
+    llama_bundle: TinyBundle, tmp_path: Path, kind: str
+) -> None:
+    change, message = CONTRADICTIONS[kind]
+    bundle = copy_folder(llama_bundle.folder, tmp_path / "bundle")
+    manifest = read_manifest(bundle)
+    write_manifest(bundle, msgspec.structs.replace(manifest, **change(manifest)))
+
+    for command in ("verify", "inspect"):
+        call(command, bundle).refused("manifest.json: ", message)
+    call("generate", bundle, "--prompt", "x").refused("manifest.json: ", message)
+
+
 def test_manifest_says_what_was_exported(llama_bundle: TinyBundle) -> None:
     manifest = read_manifest(llama_bundle.folder)
     config = llama_bundle.hf_model.config
@@ -144,8 +227,37 @@ def test_verify_names_the_graph_of_an_altered_shape(
     call("verify", bundle).refused(manifest.graphs[static].file, "shape")
 
 
+@pytest.mark.parametrize("side", ["inputs", "outputs"])
+@pytest.mark.parametrize("kind", ["fewer", "more", "other", "turned", "type"])
+def test_other_inputs_or_outputs_are_seen(llama_bundle: TinyBundle, side: str, kind: str) -> None:
+    bundle = open_bundle(llama_bundle.folder)
+    graphs = list(bundle.manifest.graphs)
+    index = next(i for i, graph in enumerate(graphs) if graph.sizes)
+    specs = getattr(graphs[index], side)
+    *others, last = specs
+    wrong = {
+        "fewer": others,
+        "more": [*specs, msgspec.structs.replace(last, name="more")],
+        "other": [*others, msgspec.structs.replace(last, name="other")],
+        "turned": [*reversed(specs)],
+        "type": [*others, msgspec.structs.replace(last, dtype="bool")],
+    }[kind]
+    graphs[index] = msgspec.structs.replace(graphs[index], **{side: tuple(wrong)})
+    manifest = msgspec.structs.replace(bundle.manifest, graphs=tuple(graphs))
+
+    with pytest.raises(BundleError, match=f"graph {re.escape(graphs[index].file)}: "):
+        check_shapes(type(bundle)(bundle.folder, manifest))
+
+
 @pytest.mark.parametrize(
-    "change", [{"offset": -64}, {"offset": 1 << 40}, {"bytes": 4}, {"shape": (1 << 20, 64)}]
+    "change",
+    [
+        {"dtype": "frob"},
+        {"offset": -64},
+        {"offset": 1 << 40},
+        {"bytes": 4},
+        {"shape": (1 << 20, 64)},
+    ],
 )
 def test_a_tensor_outside_the_weight_file_is_seen(
     llama_bundle: TinyBundle, change: dict[str, object]
@@ -320,6 +432,20 @@ def test_an_ordinary_token_does_not_stop_by_its_name(llama_bundle: TinyBundle) -
     name = next(name for name in names if name and name not in whole.text)
 
     assert generate(generator, "one two", stop_strings=(name,)).token_ids == whole.token_ids
+
+
+def test_one_stop_string_stands_for_itself(llama_bundle: TinyBundle) -> None:
+    # Not for its letters, nor for the special tokens whose names lie in it.
+    generator = Generator.open(llama_bundle.folder)
+    specials = set(range(len(SPECIAL)))
+    answers = ((prompt, generate(generator, [prompt], eos_token_id=())) for prompt in range(3, 320))
+    prompt, whole = next((p, a) for p, a in answers if set(a.token_ids) & specials and a.text)
+    stop = whole.text[0] + "".join(SPECIAL)
+    assert stop not in whole.text
+
+    again = generate(generator, [prompt], eos_token_id=(), stop_strings=stop)
+
+    assert (again.token_ids, again.text) == (whole.token_ids, whole.text)
 
 
 # --- reports --------------------------------------------------------------------------------------

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 from bundles import TinyBundle
 from commands import RUNTIME_ONLY, call, contents, copy_folder, export, read_manifest, seal, spawn
@@ -271,6 +274,18 @@ def test_inspect_shows_a_drafter(llama_bundle: TinyBundle) -> None:
 def test_verify_passes_a_good_bundle(llama_bundle: TinyBundle) -> None:
     text = spawn("verify", llama_bundle.folder, without=RUNTIME_ONLY).went_well()
     assert text.endswith(f"{llama_bundle.folder}: ok\n")
+    manifest = read_manifest(llama_bundle.folder)
+    assert text.splitlines()[:3] == [
+        f"{len(manifest.files)} files have their sha256",
+        f"{len(manifest.tensors)} tensors lie inside the weight file",
+        f"{len(manifest.graphs)} graphs have the shapes of the plan",
+    ]
+
+
+def test_verify_asks_for_the_engine_first(tmp_path: Path) -> None:
+    done = call("verify", tmp_path / "nowhere", "--engine", "frob")
+    done.refused("engine 'frob'", "onnxruntime")
+    assert done.stdout == ""
 
 
 def test_verify_runs_every_static_graph(llama_bundle: TinyBundle) -> None:
@@ -299,10 +314,118 @@ def test_verify_sees_a_graph_that_computes_something_else(
 
 def perturb(file: Path) -> None:
     """Turn one sigmoid into a tanh: every shape and type stays."""
+    with changed_graph(file) as graph:
+        next(node for node in graph.node if node.op_type == "Sigmoid").op_type = "Tanh"
+
+
+@contextlib.contextmanager
+def changed_graph(file: Path) -> Iterator[onnx.GraphProto]:
+    """A graph to change in place; its weights stay where they are."""
     model = onnx.load(file, load_external_data=False)
-    node = next(node for node in model.graph.node if node.op_type == "Sigmoid")
-    node.op_type = "Tanh"
+    yield model.graph
     file.write_bytes(model.SerializeToString())
+
+
+def make(graph: onnx.GraphProto, output: str, op: str, *more: onnx.TensorProto) -> None:
+    """Pass an output through one more operator."""
+    node = next(node for node in graph.node if output in node.output)
+    node.output[list(node.output).index(output)] = f"{output}_before"
+    graph.initializer.extend(more)
+    names = [tensor.name for tensor in more]
+    graph.node.append(helper.make_node(op, [f"{output}_before", *names], [output]))
+
+
+def not_finite(graph: onnx.GraphProto) -> None:
+    make(graph, "logits", "Mul", helper.make_tensor("bad", TensorProto.FLOAT, [], [float("nan")]))
+
+
+def other_token(graph: onnx.GraphProto) -> None:
+    make(graph, "next_token", "Sub", helper.make_tensor("bad", TensorProto.INT32, [], [1]))
+
+
+def other_candidate(graph: onnx.GraphProto) -> None:
+    make(graph, "draft_ids", "Sub", helper.make_tensor("bad", TensorProto.INT32, [], [1]))
+
+
+def renamed_output(graph: onnx.GraphProto) -> None:
+    make(graph, "logits", "Identity")
+    next(value for value in graph.output if value.name == "logits").name = "logits_before"
+
+
+def output_gone(graph: onnx.GraphProto) -> None:
+    graph.output.remove(next(value for value in graph.output if value.name == "next_token"))
+
+
+def output_left_over(graph: onnx.GraphProto) -> None:
+    make(graph, "logits", "Identity")
+    graph.output.append(helper.make_tensor_value_info("logits_before", TensorProto.FLOAT, None))
+
+
+def renamed_input(graph: onnx.GraphProto) -> None:
+    next(value for value in graph.input if value.name == "token_ids").name = "words"
+    for node in graph.node:
+        node.input[:] = ["words" if name == "token_ids" else name for name in node.input]
+
+
+def blind_branches(graph: onnx.GraphProto) -> None:
+    """A static graph that takes every tree for a chain."""
+    mask = next(value for value in graph.input if value.name == "tree_mask")
+    shape = [dim.dim_value for dim in mask.type.tensor_type.shape.dim]
+    chain = np.broadcast_to(np.tri(shape[-1], dtype=np.bool_), shape)
+    graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(chain), "chain"))
+    for node in graph.node:
+        node.input[:] = ["chain" if name == "tree_mask" else name for name in node.input]
+
+
+GRAPHS: dict[str, tuple[str, Callable[[onnx.GraphProto], None], tuple[str, ...]]] = {
+    "not finite": ("target.n8", not_finite, ("logits differs by inf",)),
+    "other tokens": ("target.n8", other_token, ("next_token differs in 8 of 8 ids",)),
+    "other candidates": ("drafter.a5", other_candidate, ("draft_ids differs in",)),
+    "renamed output": ("target.n8", renamed_output, ("output logits_before", "manifest")),
+    "output gone": ("target.n8", output_gone, ("no output next_token",)),
+    "output left over": ("target.n8", output_left_over, ("output logits_before", "manifest")),
+    "renamed input": ("target.n8", renamed_input, ("input words", "manifest")),
+    "branches unseen": ("target.n8", blind_branches, ("differs by",)),
+}
+
+
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_verify_sees_a_faulty_graph(llama_bundle: TinyBundle, tmp_path: Path, kind: str) -> None:
+    name, change, names = GRAPHS[kind]
+    bundle = copy_folder(llama_bundle.folder, tmp_path / "bundle")
+    (file,) = (bundle / "graphs").glob(f"{name}.*.onnx")
+    with changed_graph(file) as graph:
+        change(graph)
+    seal(bundle)
+
+    call("verify", bundle).went_well()
+    call("verify", bundle, "--engine", "onnxruntime").refused(file.name, *names)
+
+
+@pytest.mark.parametrize("change", [renamed_output, output_gone, output_left_over, renamed_input])
+def test_a_graph_that_does_not_fit_the_manifest_is_not_run(
+    llama_bundle: TinyBundle, tmp_path: Path, change: Callable[[onnx.GraphProto], None]
+) -> None:
+    bundle = copy_folder(llama_bundle.folder, tmp_path / "bundle")
+    with changed_graph(bundle / "graphs" / "target.symbolic.onnx") as graph:
+        change(graph)
+    seal(bundle)
+
+    done = call("generate", bundle, "--prompt", "x")
+    done.refused("target.symbolic.onnx does not fit the manifest", "put")
+
+
+def test_a_graph_that_fails_when_it_runs_is_one_line(
+    llama_bundle: TinyBundle, tmp_path: Path
+) -> None:
+    bundle = copy_folder(llama_bundle.folder, tmp_path / "bundle")
+    with changed_graph(bundle / "graphs" / "target.symbolic.onnx") as graph:
+        mask = next(value for value in graph.input if value.name == "tree_mask")
+        mask.type.tensor_type.shape.dim[1].dim_value = 7
+    seal(bundle)
+
+    done = call("generate", bundle, "--prompt", "x")
+    done.refused("onnxruntime cannot run target.symbolic.onnx", "tree_mask")
 
 
 def test_doctor_reports() -> None:

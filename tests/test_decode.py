@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -193,7 +194,7 @@ def test_a_prompt_as_long_as_the_context_is_refused(generator: Generator) -> Non
     [
         ({"max_new_tokens": -1}, "max_new_tokens is -1"),
         ({"temperature": 0.5}, "temperature 0.5 is not there yet"),
-        ({"nodes": 0}, "nodes 0 is not in 1..8"),
+        ({"nodes": 0}, "nodes is 0, expected a whole number of 1 or more"),
         ({"nodes": 9}, "nodes 9 is not in 1..8"),
     ],
 )
@@ -202,6 +203,69 @@ def test_bad_settings_are_refused(
 ) -> None:
     with pytest.raises(RequestError, match=message):
         run(generator, "off", make_prompt(3), [], **settings)
+
+
+def test_an_end_token_outside_the_vocabulary_is_refused(generator: Generator) -> None:
+    vocab = generator.bundle.manifest.target.vocab_size
+    generator.decode(GenerationConfig(eos_token_id=(vocab - 1,)))
+    with pytest.raises(RequestError, match=rf"eos_token_id {vocab} is not in 0\.\."):
+        generator.decode(GenerationConfig(eos_token_id=(vocab,)))
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1025, True, "2", 1.5])
+def test_threads_out_of_range_are_refused(bundle: TinyBundle, threads: Any) -> None:
+    with pytest.raises(RequestError, match=r"threads is .* in 1\.\.1024"):
+        Generator.open(bundle.folder, threads=threads)
+
+
+HELLO = {"role": "user", "content": "one two"}
+
+
+def test_prompts_come_in_many_forms(generator: Generator) -> None:
+    config = GenerationConfig(max_new_tokens=4, eos_token_id=())
+
+    def say(prompt: Any) -> list[int]:
+        return generator.generate(prompt, config).token_ids
+
+    ids = make_prompt(5)
+    forms: list[Any] = [tuple(ids), np.array(ids), (i for i in ids), torch.tensor(ids)]
+    assert [say(form) for form in forms] == [say(ids)] * len(forms)
+    chats: list[Any] = [(HELLO,), (message for message in [HELLO])]
+    assert [say(chat) for chat in chats] == [say([HELLO])] * len(chats)
+
+
+@pytest.mark.parametrize(
+    "prompt", [b"one two", None, 5, HELLO, [5, HELLO], [HELLO, 5], ["one"], [True], [5, 6.0], [-1]]
+)
+def test_what_is_no_prompt_is_refused_at_once(generator: Generator, prompt: Any) -> None:
+    with pytest.raises(RequestError, match=r"the prompt|token id"):
+        generator.stream_generate(prompt)
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        generator.generate([])
+
+
+@pytest.mark.parametrize("prompt", [[-1], [5, 10**6], [True], [5.0], "56", b"56", None, np.eye(2)])
+def test_decoding_takes_token_ids_only(generator: Generator, prompt: Any) -> None:
+    decoding = generator.decode(GenerationConfig())
+    with pytest.raises(RequestError, match="token id"):
+        next(decoding.run(prompt, 4))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_run_of_a_decoding_begins_anew(generator: Generator, mode: str) -> None:
+    prompt = make_prompt(5)
+    answer, _ = run(generator, "off", prompt, [], max_new_tokens=NEW)
+    first, decoding = run(generator, mode, prompt, answer.token_ids, max_new_tokens=NEW)
+    rounds, accepted = first.stats.rounds, first.stats.accepted_by_slot.copy()
+
+    list(decoding.run(np.array(prompt), NEW))
+
+    assert decoding.ids == prompt + answer.token_ids
+    assert (first.stats.rounds, first.stats.accepted_by_slot) == (rounds, accepted)
+    assert (decoding.stats.rounds, decoding.stats.accepted_by_slot) == (rounds, accepted)
+    assert decoding.stats.committed == NEW - 1
+    assert not list(decoding.run(prompt, 0))
+    assert (decoding.ids, decoding.stats.rounds) == ([], 0)
 
 
 def test_plain_decoding_has_a_tau_of_exactly_one(generator: Generator) -> None:
@@ -228,7 +292,7 @@ def test_an_abandoned_stream_leaves_nothing_behind(generator: Generator) -> None
         stream = generator.stream_generate(make_prompt(9), config)
         for _ in range(taken):
             next(stream)
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
         assert generator.generate(make_prompt(4), config).token_ids == wanted
 
 

@@ -85,12 +85,9 @@ def export(engine: str, dry_run: bool, **options: Any) -> None:
 @click.option("--engine", default=None, help="Also run the graphs on this engine: parity.")
 def verify(bundle: Path, engine: str | None) -> None:
     """Check every hash and shape of BUNDLE, and with --engine that its graphs compute the same."""
-    from pspec.runtime.bundle import check_hashes, open_bundle
-    from pspec.runtime.check import check_graphs
+    from pspec.runtime.check import check_bundle
 
-    opened = open_bundle(bundle)
-    check_hashes(opened)
-    for line in check_graphs(opened, engine):
+    for line in check_bundle(bundle, engine):
         click.echo(line)
     click.echo(f"{bundle}: ok")
 
