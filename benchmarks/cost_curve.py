@@ -110,8 +110,6 @@ def static_engines(
     bundle: Bundle, bucket: int, filled: int, threads: int | None
 ) -> Iterator[tuple[int, Engine]]:
     """An engine over each frozen verify graph of a bucket, its cache filled with some row."""
-    from pspec.runtime.ort import OrtEngine
-
     manifest = bundle.manifest
     plan = replace(manifest.plan, buckets=(bucket,))
     for graph in frozen_graphs(manifest.graphs, bucket):
