@@ -107,9 +107,9 @@ class _Weights:
     def _dequantised(self, name: str) -> ir.Value:
         integers, scale = self._tensors[f"{name}.quantised"], self._tensors[f"{name}.scale"]
         axis, attributes = 1, []
-        if len(scale.shape) == 2:  # one row of scales a block of inputs
-            axis = 0
-            block = int(integers.shape[0]) // int(scale.shape[0])
+        rows, blocks = integers.shape.numpy()[0], scale.shape.numpy()
+        if len(blocks) == 2:  # one row of scales a block of inputs
+            axis, block = 0, rows // blocks[0]
             attributes = [ir.AttrInt64("block_size", block)]
         node = ir.Node(
             "",

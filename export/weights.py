@@ -72,16 +72,16 @@ def _arrays(
             yield name, str(data.dtype), data.shape, data
             continue
         integers, scales = weight.integers, weight.scales
-        packed = pack_int4(integers) if weight.scheme.bits == 4 else integers
+        packed: NDArray[Any] = pack_int4(integers) if weight.scheme.bits == 4 else integers
         yield f"{name}{_QUANTISED}", f"int{weight.scheme.bits}", integers.shape, packed
         yield f"{name}{_SCALE}", str(scales.dtype), scales.shape, scales
 
 
 def pack_int4(integers: NDArray[np.int8]) -> NDArray[np.uint8]:
     """Two to a byte in row-major order, the first in the low half (ONNX's INT4 layout)."""
-    flat = integers.reshape(-1).view(np.uint8) & 0xF
+    flat: NDArray[Any] = integers.reshape(-1).view(np.uint8) & 0xF
     if flat.size % 2:
-        flat = np.append(flat, np.uint8(0))
+    flat: NDArray[Any] = integers.reshape(-1).view(np.uint8) & 0xF
     packed: NDArray[np.uint8] = flat[0::2] | (flat[1::2] << 4)
     return packed
 
