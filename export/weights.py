@@ -81,7 +81,7 @@ def pack_int4(integers: NDArray[np.int8]) -> NDArray[np.uint8]:
     """Two to a byte in row-major order, the first in the low half (ONNX's INT4 layout)."""
     flat: NDArray[Any] = integers.reshape(-1).view(np.uint8) & 0xF
     if flat.size % 2:
-    flat: NDArray[Any] = integers.reshape(-1).view(np.uint8) & 0xF
+        flat = np.append(flat, np.uint8(0))
     packed: NDArray[np.uint8] = flat[0::2] | (flat[1::2] << 4)
     return packed
 
