@@ -32,6 +32,8 @@ CONTRIB = "com.microsoft"
 _OWN = "pspec"
 """Domain of operators that stand for a matched pattern until they are lowered."""
 _MASKED = -1e9
+_TURNED = 16
+"""Heads whose size is a multiple of this are rotated by the fused attention itself."""
 
 
 def fuse_graph(model: ir.Model) -> ir.Model:
@@ -42,7 +44,7 @@ def fuse_graph(model: ir.Model) -> ir.Model:
     """
     model = model.clone()
     graph = model.graph
-    RewritePass(_RULES)(model)
+    RewritePass(pattern.RewriteRuleSet([*_RULES, *([_ROTATE] if _turns(graph) else [])]))(model)
     _lower_attention(graph)
     _join_residuals(graph)
     graph.opset_imports[CONTRIB] = 1
@@ -128,14 +130,18 @@ def _fused_attention(
     return op.Attention(*inputs, scale=_scalar(scale), _domain=_OWN)
 
 
-_RULES = pattern.RewriteRuleSet(
-    [
-        pattern.RewriteRule(_rms_norm, _fused_rms_norm),
-        pattern.RewriteRule(_silu, _fused_silu),
-        pattern.RewriteRule(_rotate, _fused_rotate),
-        pattern.RewriteRule(_attention, _fused_attention),
-    ]
-)
+_ROTATE = pattern.RewriteRule(_rotate, _fused_rotate)
+_RULES = [
+    pattern.RewriteRule(_rms_norm, _fused_rms_norm),
+    pattern.RewriteRule(_silu, _fused_silu),
+    pattern.RewriteRule(_attention, _fused_attention),
+]
+
+
+def _turns(graph: ir.Graph) -> bool:
+    """Whether the fused attention rotates heads of this size; else they are rotated before it."""
+    past = next(value for value in graph.inputs if value.name == "past_key.0")
+    return _size(past, 3) % _TURNED == 0
 
 
 def _lower_attention(graph: ir.Graph) -> None:
@@ -191,12 +197,21 @@ class _Common:
         among = op("Where", [op("Unsqueeze", [new, one]), seen, unseen])
         return seqlens, total, op("Concat", [past, among], {"axis": -1})
 
-    def positions(self, ids: ir.Value) -> ir.Value:
+    def rotary(self, cos: ir.Value, sin: ir.Value) -> list[ir.Value | None]:
+        """Both tables and the positions that are looked up in them."""
+        lookups = [
+            _producer(_values(_producer(part, "Unsqueeze").inputs)[0], "Gather")
+            for part in (cos, sin)
+        ]
+        (cosines, ids), (sines, _) = (_values(lookup.inputs) for lookup in lookups)
+        return [self._half(cosines), self._half(sines), self._positions(ids)]
+
+    def _positions(self, ids: ir.Value) -> ir.Value:
         if ids not in self._made:
             self._made[ids] = (self._tape.op("Cast", [ids], {"to": ir.DataType.INT64}),)
         return self._made[ids][0]
 
-    def half(self, table: ir.Value) -> ir.Value:
+    def _half(self, table: ir.Value) -> ir.Value:
         """``[positions, D / 2]``: the operator wants a rotary table without its second half."""
         name = f"{table.name}.half"
         if name not in self._tables:
@@ -213,33 +228,22 @@ class _Common:
 def _lower(node: ir.Node, tape: Tape, common: _Common) -> list[ir.Value]:
     """One layer; returns its two present outputs."""
     query, key, value, past_key, past_value, visible = _values(node.inputs)
-    query, cos, sin = _values(_producer(query, "Rotate").inputs)
-    key = _values(_producer(key, "Rotate").inputs)[0]
+    tables: list[ir.Value | None] = [None, None, None]
+    maker = query.producer()
+    if maker is not None and maker.op_type == "Rotate":
+        query, cos, sin = _values(maker.inputs)
+        key = _values(_producer(key, "Rotate").inputs)[0]
+        tables = common.rotary(cos, sin)
     flat = [_flat(part, tape) for part in (query, key, value)]
-    tables = [
-        _producer(_values(_producer(part, "Unsqueeze").inputs)[0], "Gather") for part in (cos, sin)
-    ]
-    table_cos, position_ids = _values(tables[0].inputs)
-    table_sin, _ = _values(tables[1].inputs)
     seqlens, total, bias = common.mask(visible)
-    heads, size, width = _size(past_key, 1), _size(past_key, 3), _size(flat[0], -1)
+    heads, size = _size(past_key, 1), _size(past_key, 3)
     mixed, *present = tape.op_multi_out(
         "GroupQueryAttention",
-        [
-            *flat,
-            past_key,
-            past_value,
-            seqlens,
-            total,
-            common.half(table_cos),
-            common.half(table_sin),
-            common.positions(position_ids),
-            bias,
-        ],
+        [*flat, past_key, past_value, seqlens, total, *tables, bias],
         {
-            "num_heads": width // size,
+            "num_heads": _width(query) // size,
             "kv_num_heads": heads,
-            "do_rotary": 1,
+            "do_rotary": int(tables[0] is not None),
             "scale": node.attributes["scale"].as_float(),
         },
         num_outputs=3,
@@ -255,12 +259,25 @@ def _lower(node: ir.Node, tape: Tape, common: _Common) -> list[ir.Value]:
 
 def _flat(x: ir.Value, tape: Tape) -> ir.Value:
     """``[B, heads, N, D]`` back to ``[B, N, heads * D]``, mostly by undoing what made it."""
-    split = _values(_producer(x, "Transpose").inputs)[0]
-    maker = split.producer()
-    if maker is not None and maker.op_type == "Reshape":
-        return _values(maker.inputs)[0]
+    maker = x.producer()
+    if maker is not None and maker.op_type == "Transpose":
+        split = _values(maker.inputs)[0]
+        maker = split.producer()
+        if maker is not None and maker.op_type == "Reshape":
+            return _values(maker.inputs)[0]
+    else:
+        split = tape.op("Transpose", [x], {"perm": [0, 2, 1, 3]})
     shape = tape.initializer(ir.tensor(np.array([0, 0, -1], np.int64), name=f"{x.name}/flat"))
     return tape.op("Reshape", [split, shape])
+
+
+def _width(x: ir.Value) -> int:
+    """Size of all heads together: that of the projection that ``x`` was made of."""
+    while (maker := x.producer()) is not None:
+        x = _values(maker.inputs)[0]
+        if x.shape is not None and len(x.shape) == 3 and isinstance(x.shape[2], int):
+            return x.shape[2]
+    raise EngineError(f"{x.name}: no projection before this attention")
 
 
 def _new_part(visible: ir.Value) -> ir.Value:
