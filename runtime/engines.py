@@ -75,8 +75,8 @@ def is_current(bundle: Bundle) -> bool:
 def build_engine(bundle: Bundle, watcher: Watcher | None = None) -> Path:
     """Build the default engine into the bundle; returns its folder.
 
-    What builds an engine is an entry point of the group ``pspec.builders``: the runtime itself needs
-    none of the packages that building does.
+    What builds an engine is an entry point of the group ``pspec.builders``: the runtime itself
+    needs none of the packages that building does.
 
     Raises:
         EngineError: where they are not installed.

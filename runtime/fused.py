@@ -111,17 +111,20 @@ class FusedEngine:
         bundle: with the engine in it.
         role: target or drafter.
         threads: None takes one a core.
+        profile: where :meth:`end_profile` begins the name of its file; None measures nothing.
     """
 
     name = "onnxruntime"
 
-    def __init__(self, bundle: Bundle, role: Role, threads: int | None) -> None:
+    def __init__(
+        self, bundle: Bundle, role: Role, threads: int | None, profile: Path | None = None
+    ) -> None:
         manifest = bundle.manifest
         self._graph = read_sidecar(bundle).graphs[role]
         self._role = role
         self._context = manifest.plan.max_context
         path = engine_folder(bundle) / self._graph.file
-        self._session = open_session(path, threads, weights=bundle.folder)
+        self._session = open_session(path, threads, weights=bundle.folder, profile=profile)
         inputs = [spec.name for spec in self._graph.inputs]
         outputs = [spec.name for spec in self._graph.outputs]
         check_names(self._session, self._graph.file, inputs, outputs)
@@ -162,6 +165,10 @@ class FusedEngine:
     def cache_rows(self, row: int) -> Array:
         rows: Array = self._cache[:, :, row, :, : self.lengths[row]].copy()
         return rows
+
+    def end_profile(self) -> Path:
+        """Write the time of every operator so far (JSON of Chrome's trace format)."""
+        return Path(self._session.end_profiling())
 
     def _allocate(self, count: int, logit_rows: int) -> tuple[Binding, Any]:
         counted = "nodes" if self._role == "target" else "accepted"
