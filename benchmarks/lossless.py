@@ -3,9 +3,9 @@
 The reference is transformers in fp32, the engine's own plain decoding in int8 and int4: there the
 quantised target is the target. Spec-Bench questions, first turn, through the chat template.
 *Identical* means the same ids; where they first differ the reference's logits may be closer than
-1e-4 in fp32, 1e-2 in int8 and int4 (a near-tie: shapes of 1 and of 8 nodes run different kernels), which
-is counted, and ends the comparison of that sequence. The replay drafters must also commit, round by
-round, exactly what is worked out apart from the loop.
+1e-4 in fp32, 1e-2 in int8 and int4 (a near-tie: shapes of 1 and of 8 nodes run different kernels),
+which is counted, and ends the comparison of that sequence. The replay drafters must also commit,
+round by round, exactly what is worked out apart from the loop.
 
 Each question is saved when it is done; the same command goes on where a run was interrupted.
 """

@@ -1,8 +1,9 @@
 """How far is a quantised target from its fp32 original, on text that the target wrote?
 
 Finished conversations (JSONL, an object with ``messages`` a line) are read by every bundle in the
-same calls, and next-token distributions compared at every position. The first bundle is the reference.
-Engine ``standard`` has quantised weights only, ``onnxruntime`` also rounds the inputs of products.
+same calls, and next-token distributions compared at every position. The first bundle is the
+reference. Engine ``standard`` has quantised weights only, ``onnxruntime`` also rounds the inputs
+of products.
 """
 
 from __future__ import annotations
