@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import select
 import signal
 import subprocess
@@ -43,7 +44,7 @@ class Runner:
         except BaseException:
             self.close()
             raise
-        self._process.send_signal(signal.SIGSTOP)
+        self._pause()
 
     def __enter__(self) -> Runner:
         return self
@@ -65,7 +66,7 @@ class Runner:
         self._process.send_signal(signal.SIGCONT)
         self._job(*_WARM_UP)
         answer = self._job(ids, max_new_tokens)
-        self._process.send_signal(signal.SIGSTOP)
+        self._pause()
         return answer
 
     def close(self) -> None:
@@ -75,6 +76,11 @@ class Runner:
         for stream in (self._process.stdin, self._process.stdout, self._log):
             if stream is not None:
                 stream.close()
+
+    def _pause(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+        # The signal takes effect later; an exit is left for Popen to see.
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def _job(self, ids: Sequence[int], max_new_tokens: int) -> Answer:
         job = {"ids": list(ids), "max_new_tokens": max_new_tokens, "mode": self.mode}

@@ -16,7 +16,8 @@ def load(start: Start) -> Loaded:
     """The builder's folder, with its threads set and its end-of-sequence tokens taken away."""
     config = og.Config(start.model)
     session = {"intra_op_num_threads": start.threads}
-    overlay = {"model": {"eos_token_id": [_NEVER], "decoder": {"session_options": session}}}
+    # One id: a list would be appended to the file's.
+    overlay = {"model": {"eos_token_id": _NEVER, "decoder": {"session_options": session}}}
     config.overlay(json.dumps(overlay))
     model = og.Model(config)
 

@@ -127,13 +127,12 @@ def lookup_results(runs: Iterable[Run]) -> list[LookupResult]:
     """By task and over all of them."""
     listed = list(runs)
     tasks = list(dict.fromkeys(run.task for run in listed))
-    return [
-        _lookup(
-            task, peer, [run for run in listed if run.peer == peer and task in (run.task, "all")]
-        )
-        for task in [*(tasks if len(tasks) > 1 else ()), "all"]
-        for peer in dict.fromkeys(run.peer for run in listed)
-    ]
+    grouped: dict[tuple[str, str], list[Run]] = {}
+    for task in [*(tasks if len(tasks) > 1 else ()), "all"]:
+        for run in listed:
+            if task in (run.task, "all"):
+                grouped.setdefault((task, run.peer), []).append(run)
+    return [_lookup(task, peer, own) for (task, peer), own in grouped.items()]
 
 
 def _lookup(task: str, peer: str, runs: Sequence[Run]) -> LookupResult:
