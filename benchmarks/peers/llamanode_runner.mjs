@@ -21,7 +21,7 @@ async function load(start) {
     });
     const model = await llama.loadModel({modelPath: start.model});
     const context = await model.createContext({
-        contextSize: start.context, batchSize: start.context, threads: start.threads
+        contextSize: start.context, threads: start.threads
     });
     const versions = {"node-llama-cpp": JSON.parse(readFileSync(path.join(folder, "package.json"))).version};
     const settings = {system: llama.systemInfo.trim(), lookup: "InputLookupTokenPredictor"};

@@ -28,8 +28,8 @@ def load(start: Start) -> Loaded:
         answer = decoding.ids[len(ids) :]
         return Answer(first - begin, end - first, len(answer), answer, decoding.stats.rounds)
 
-    settings = {"precision": generator.bundle.manifest.precision, "engine": generator.engine}
-    return generate, settings | {"max_context": plan.max_context, "drafted": plan.accepted - 1}
+    settings = {"precision": generator.bundle.manifest.precision, "drafted": plan.accepted - 1}
+    return generate, settings | {"max_context": plan.max_context}
 
 
 if __name__ == "__main__":
