@@ -9,6 +9,7 @@ every answer is as long. ``install.py`` prepares the work folder.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -336,4 +337,6 @@ def main(output: Path, threads: int, drafted: int, ngram: int, **options: Any) -
 
 
 if __name__ == "__main__":
+    # Its default would leave stopped runners behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     run(main, "run.py")
