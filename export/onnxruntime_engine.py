@@ -86,11 +86,18 @@ def _fuse(bundle: Bundle, work: Path, watcher: Watcher) -> Iterator[tuple[Role, 
     with (work / WEIGHT_FILE).open("wb") as file:
         for role in bundle.manifest.roles:
             watcher.stage("fuse", role)
-            model = fuse_graph(ir.load(bundle.graphs / bundle.manifest.symbolic(role).file))
+            model = fuse_graph(_load(bundle.graphs / bundle.manifest.symbolic(role).file))
             pack_products(model, ACCURACY_LEVEL)
             for value in model.graph.initializers.values():
                 value.const_value = _stored(value.const_value, bundle, file)
             yield role, model
+
+
+def _load(path: Path) -> ir.Model:
+    try:
+        return ir.load(path)
+    except Exception as error:  # protobuf's own errors have no common base class
+        raise EngineError(f"{path.name} cannot be read ({error}): export the bundle again") from error
 
 
 def _stored(tensor: ir.TensorProtocol | None, bundle: Bundle, file: IO[bytes]) -> ir.TensorProtocol:
