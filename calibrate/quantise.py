@@ -111,7 +111,7 @@ def quantise(
 
     def fill(start: int) -> None:
         part = slice(start, start + _COLUMNS)
-        work = np.ascontiguousarray(weight[:, part])
+        work = weight[:, part].copy()  # its own: it is used up
         _fill(work, scheme, factor, integers[:, part], scales[:, part])
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
