@@ -111,7 +111,7 @@ def quantise(
 
     def fill(start: int) -> None:
         part = slice(start, start + _COLUMNS)
-        work = np.ascontiguousarray(weight[:, part])
+        work = weight[:, part].copy()  # its own: it is used up
         _fill(work, scheme, factor, integers[:, part], scales[:, part])
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -159,18 +159,20 @@ def find_scales(blocks: Floats, scheme: Scheme, importance: Floats | None = None
     reach = np.abs(blocks).max(axis=1) / scheme.largest
     # A subnormal scale would make its inverse infinite.
     reach[reach < np.finfo(np.float32).tiny] = 1.0
-    best, least = reach, np.full(reach.shape, np.inf, np.float32)
-    for share in _SHARES if scheme.bits < 8 else _SHARES[-1:]:
-        scales = reach * share
-        error = np.square(blocks - _round(blocks, scales[:, None], scheme) * scales[:, None])
+    best: Floats = reach.astype(np.float32)
+    if scheme.bits == 8:
+        return best
+    least = np.full(reach.shape, np.inf, np.float32)
+    units = blocks / reach[:, None]  # or squares of what is very large or small would be lost
+    for share in _SHARES:
+        error = np.square(units - _round(units, share, scheme) * share)
         error = (error if importance is None else error * importance).sum(axis=1)
-        best = np.where(error < least, scales, best)
+        best = np.where(error < least, reach * share, best)
         least = np.minimum(error, least)
-    found: Floats = best.astype(np.float32)
-    return found
+    return best
 
 
-def _round(values: Floats, scales: Floats, scheme: Scheme) -> Ints:
+def _round(values: Floats, scales: Floats | np.float32, scheme: Scheme) -> Ints:
     rounded = np.rint(values / scales)
     integers: Ints = rounded.clip(scheme.least, scheme.largest, out=rounded).astype(np.int8)
     return integers

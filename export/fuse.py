@@ -27,6 +27,7 @@ from onnx_ir.tape import Tape
 from onnxscript.rewriter import RewritePass, pattern
 
 from pspec.errors import EngineError
+from pspec.runtime.engines import HEAD_STEP
 
 CONTRIB = "com.microsoft"
 _OWN = "pspec"
@@ -36,8 +37,13 @@ _TURNED = 16
 """Heads whose size is a multiple of this are rotated by the fused attention itself."""
 
 
-def fuse_graph(model: ir.Model) -> ir.Model:
+def fuse_graph(model: ir.Model, slots: int) -> ir.Model:
     """Fuse a copy of ``model``, a symbolic graph of a bundle.
+
+    Args:
+        model: stays as it is.
+        slots: rows of the cache it will run with; the fused attention wants rotary tables of as
+            many, though the rows behind the context are only written, never read.
 
     Raises:
         EngineError: naming the node, where an attention does not have the known form.
@@ -45,7 +51,7 @@ def fuse_graph(model: ir.Model) -> ir.Model:
     model = model.clone()
     graph = model.graph
     RewritePass(pattern.RewriteRuleSet([*_RULES, *([_ROTATE] if _turns(graph) else [])]))(model)
-    _lower_attention(graph)
+    _lower_attention(graph, slots)
     _join_residuals(graph)
     graph.opset_imports[CONTRIB] = 1
     passes.RemoveUnusedNodesPass()(model)
@@ -141,10 +147,16 @@ _RULES = [
 def _turns(graph: ir.Graph) -> bool:
     """Whether the fused attention rotates heads of this size; else they are rotated before it."""
     past = next(value for value in graph.inputs if value.name == "past_key.0")
-    return _size(past, 3) % _TURNED == 0
+    size = _size(past, 3)
+    if size % HEAD_STEP:
+        raise EngineError(
+            f"graph {graph.name}: heads of {size} channels have no fused form, multiples of "
+            f"{HEAD_STEP} have: run the standard graphs with --engine standard"
+        )
+    return size % _TURNED == 0
 
 
-def _lower_attention(graph: ir.Graph) -> None:
+def _lower_attention(graph: ir.Graph, slots: int) -> None:
     """Attention nodes become GroupQueryAttention over a cache that is written in place."""
     attentions = [node for node in graph if node.op_type == "Attention" and node.domain == _OWN]
     expected = sum(value.name.startswith("past_key.") for value in graph.inputs if value.name)
@@ -153,7 +165,7 @@ def _lower_attention(graph: ir.Graph) -> None:
         raise EngineError(f"graph {graph.name}: the attention of {softmax} has no fused form")
     ends = [end for end in graph.outputs if not str(end.name).startswith("new_")]
     tape = Tape(graph)
-    common = _Common(graph, tape)
+    common = _Common(graph, tape, slots)
     for node in attentions:
         ends += _lower(node, tape, common)
     graph.outputs.clear()
@@ -163,8 +175,9 @@ def _lower_attention(graph: ir.Graph) -> None:
 class _Common:
     """Values that all layers of one graph share, made once."""
 
-    def __init__(self, graph: ir.Graph, tape: Tape) -> None:
+    def __init__(self, graph: ir.Graph, tape: Tape, slots: int) -> None:
         self._tape = tape
+        self._slots = slots
         self._tables: dict[str, ir.Value] = {}
         self._lengths = next(value for value in graph.inputs if value.name == "cache_length")
         self._made: dict[ir.Value, tuple[ir.Value, ...]] = {}
@@ -212,13 +225,15 @@ class _Common:
         return self._made[ids][0]
 
     def _half(self, table: ir.Value) -> ir.Value:
-        """``[positions, D / 2]``: the operator wants a rotary table without its second half."""
+        """``[slots, D / 2]``: a rotary table without its second half, its last row repeated."""
         name = f"{table.name}.half"
         if name not in self._tables:
             tensor = table.const_value
             assert tensor is not None
             rows = tensor.numpy()
-            self._tables[name] = self._constant(name, rows[:, : rows.shape[1] // 2].copy())
+            half = rows[:, : rows.shape[1] // 2]
+            more = max(self._slots - len(rows), 0)
+            self._tables[name] = self._constant(name, np.pad(half, ((0, more), (0, 0)), "edge"))
         return self._tables[name]
 
     def _constant(self, name: str, array: Any) -> ir.Value:

@@ -34,10 +34,11 @@ from pspec.runtime.fused import (
     EngineParity,
     FusedGraph,
     Sidecar,
+    cache_slots,
     engine_folder,
 )
 from pspec.runtime.manifest import FileHash, Role
-from pspec.runtime.ort import open_session
+from pspec.runtime.ort import open_session, ort_errors
 from pspec.runtime.probe import FILLINGS, Feeds, probe_feeds
 from pspec.runtime.text import Text
 
@@ -86,7 +87,8 @@ def _fuse(bundle: Bundle, work: Path, watcher: Watcher) -> Iterator[tuple[Role, 
     with (work / WEIGHT_FILE).open("wb") as file:
         for role in bundle.manifest.roles:
             watcher.stage("fuse", role)
-            model = fuse_graph(_load(bundle.graphs / bundle.manifest.symbolic(role).file))
+            graph = _load(bundle.graphs / bundle.manifest.symbolic(role).file)
+            model = fuse_graph(graph, cache_slots(bundle.manifest))
             pack_products(model, ACCURACY_LEVEL)
             for value in model.graph.initializers.values():
                 value.const_value = _stored(value.const_value, bundle, file)
@@ -194,7 +196,8 @@ def _text_feeds(bundle: Bundle) -> Feeds:
 def _outputs(session: Any, feeds: Feeds) -> dict[str, Array]:
     names = [value.name for value in session.get_outputs()]
     given = {value.name: feeds[value.name] for value in session.get_inputs()}
-    return dict(zip(names, session.run(names, given), strict=True))
+    with ort_errors("onnxruntime cannot run a graph of the engine"):
+        return dict(zip(names, session.run(names, given), strict=True))
 
 
 def fused_outputs(session: Any, feeds: Feeds) -> dict[str, Array]:

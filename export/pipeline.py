@@ -204,16 +204,23 @@ def _quantise(job: _Job) -> None:
     if "weights" in job.finished:
         done = msgspec.convert(job.finished["weights"], _Weights)
         job.precision = done.precision
+        _check_agreement(job)  # the run that was interrupted may have asked for less
         job.quantised = read_quantised(done.tensors, job.graphs)
         restore_weights(job.models.values(), job.quantised)
         return
     job.watcher.stage("precision", f"{name}, fitted to text that the target writes")
     decoder, advance = job.target.decoder, job.watcher.advance
     job.quantised, job.precision = quantise_target(decoder, _opening(job), name, advance)
-    least = job.request.min_agreement
-    check_agreement(job.precision, PRECISIONS[name].agreement if least is None else least)
+    _check_agreement(job)
     if drafter := job.models.get("drafter"):
         job.quantised |= quantise_nearest(drafter, PRECISIONS[name].layers, job.quantised)
+
+
+def _check_agreement(job: _Job) -> None:
+    least = job.request.min_agreement
+    if job.precision is not None:
+        agreement = PRECISIONS[job.request.precision].agreement
+        check_agreement(job.precision, agreement if least is None else least)
 
 
 def _opening(job: _Job) -> list[int]:

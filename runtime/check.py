@@ -126,11 +126,13 @@ def _run(session: Any, graph: GraphSpec, feeds: Feeds) -> Outputs:
 
 
 def _bytes(tensor: StoredTensor) -> int:
+    count = int(np.prod(tensor.shape, dtype=np.int64))
+    if tensor.dtype == "int4":  # two to a byte
+        return -(-count // 2)
     try:
-        size = np.dtype(tensor.dtype).itemsize
+        return count * np.dtype(tensor.dtype).itemsize
     except TypeError as error:
         raise BundleError(f"tensor {tensor.name} has an unknown type {tensor.dtype!r}") from error
-    return int(np.prod(tensor.shape, dtype=np.int64)) * size
 
 
 def _resolve(spec: TensorSpec, sizes: dict[str, int]) -> tuple[int | str, ...]:

@@ -14,19 +14,28 @@ from pspec.runtime.manifest import Role
 ENGINES = ("onnxruntime", "standard")
 BUILT = ("onnxruntime",)
 """Those that are built from a bundle before they run."""
+HEAD_STEP = 8
+"""Heads of the fused attention have a multiple of this many channels."""
 
 
-def choose_engine(name: str) -> tuple[str, str]:
-    """Engine for a request, and why.
+def choose_engine(name: str, bundle: Bundle | None = None) -> tuple[str, str]:
+    """Engine for a request, and why; ``auto`` looks at the bundle.
 
     Raises:
         EngineError: for a name that is unknown or not there yet.
     """
     if name == "auto":
+        for size in _head_sizes(bundle):
+            if size % HEAD_STEP:
+                return "standard", f"heads of {size} channels have no fused form"
         return "onnxruntime", "the fastest that runs here"
     if name not in ENGINES:
         raise EngineError(f"engine {name!r} is not there: use one of auto, {', '.join(ENGINES)}")
     return name, "asked for"
+
+
+def _head_sizes(bundle: Bundle | None) -> list[int]:
+    return [bundle.manifest.cache(role).size for role in bundle.manifest.roles] if bundle else []
 
 
 def need_onnxruntime() -> None:
@@ -48,7 +57,7 @@ def open_engine(bundle: Bundle, role: Role, name: str, threads: int | None) -> E
     Raises:
         EngineError: when it cannot run here, with what would make it run.
     """
-    chosen, _ = choose_engine(name)
+    chosen, _ = choose_engine(name, bundle)
     need_onnxruntime()
     if chosen == "standard":
         from pspec.runtime.standard import StandardEngine

@@ -189,7 +189,13 @@ def make_cache(manifest: Manifest, role: Role, batch: int | None = None) -> Arra
     Rows are written before it is known which of them will count. Zeros, since a weight of 0 times
     a stray NaN would be NaN; the system hands out pages only as they are written.
     """
-    plan, spec = manifest.plan, manifest.cache(role)
+    spec, rows = manifest.cache(role), batch or manifest.plan.batch
+    slots = cache_slots(manifest)
+    return np.zeros((spec.layers, 2, rows, spec.heads, slots, spec.size), np.float32)
+
+
+def cache_slots(manifest: Manifest) -> int:
+    """Rows of a cache: of the longest context, and those that one more call writes behind them."""
+    plan = manifest.plan
     masks = manifest.drafter.slots if manifest.drafter else 0
-    slots = plan.max_context + max(plan.chunk, plan.nodes, plan.accepted) + masks
-    return np.zeros((spec.layers, 2, batch or plan.batch, spec.heads, slots, spec.size), np.float32)
+    return plan.max_context + max(plan.chunk, plan.nodes, plan.accepted) + masks

@@ -66,7 +66,7 @@ def export(engine: str, dry_run: bool, **options: Any) -> None:
     Example: pspec-export smollm2 --output smollm2-bundle
     """
     from pspec.runtime.bundle import open_bundle
-    from pspec.runtime.engines import BUILT, ENGINES, build_engine
+    from pspec.runtime.engines import BUILT, ENGINES, build_engine, choose_engine
 
     known = ("auto", *ENGINES, "none")
     if engine not in known:
@@ -82,8 +82,13 @@ def export(engine: str, dry_run: bool, **options: Any) -> None:
         return
     with Progress() as progress:
         folder = export_bundle(request, progress)
-        if engine in ("auto", *BUILT):
-            build_engine(open_bundle(folder), progress)
+        if engine != "none":
+            bundle = open_bundle(folder)
+            chosen, why = choose_engine(engine, bundle)
+            if chosen in BUILT:
+                build_engine(bundle, progress)
+            else:
+                progress.note(f"engine {chosen}: {why}")
     show_parity(folder)
     click.echo(f"bundle: {folder}")
 
@@ -101,10 +106,12 @@ def build(bundle: Path, engine: str, stale: bool) -> None:
     from pspec.runtime.engines import BUILT, build_engine, choose_engine, is_current
     from pspec.show import Progress
 
-    chosen, _ = choose_engine(engine)
-    if chosen not in BUILT:
-        raise PspecError(f"engine {chosen} needs no building; built are: {', '.join(BUILT)}")
     opened = open_bundle(bundle)
+    chosen, why = choose_engine(engine, opened)
+    if chosen not in BUILT:
+        raise PspecError(
+            f"engine {chosen} ({why}) needs no building; built are: {', '.join(BUILT)}"
+        )
     if stale and is_current(opened):
         click.echo(f"{bundle}: engine {chosen} is current")
         return
