@@ -23,6 +23,15 @@ def choose_engine(name: str) -> tuple[str, str]:
     return name, "asked for"
 
 
+def engine_version(name: str) -> str:
+    """Version of the library behind an engine that can run here."""
+    assert name in ENGINES, name
+    import onnxruntime
+
+    version: str = onnxruntime.__version__
+    return version
+
+
 def need_onnxruntime() -> None:
     """Import the library of the default engine, which a machine may lack.
 
