@@ -1,1 +1,1 @@
-"""Quantisation, acceptance and cost profiles, tree planning: empty so far."""
+"""What a bundle costs on a device. Quantisation, acceptance profiles, tree planning: not yet."""
