@@ -110,13 +110,14 @@ def static_engines(
     bundle: Bundle, bucket: int, filled: int, threads: int | None
 ) -> Iterator[tuple[int, Engine]]:
     """An engine over each frozen verify graph of a bucket, its cache filled with some row."""
-    from pspec.runtime.ort import OrtEngine
+    from pspec.runtime.standard import StandardEngine
 
-    manifest = bundle.manifest
-    plan = replace(manifest.plan, buckets=(bucket,))
-    for graph in frozen_graphs(manifest.graphs, bucket):
+    plan = replace(bundle.manifest.plan, buckets=(bucket,))
+    for graph in frozen_graphs(bundle.manifest.graphs, bucket):
         count = graph.sizes["nodes"]
-        engine = OrtEngine(bundle.graphs, graph, manifest.target.cache, plan, threads)
+        # The engine runs the graph that has no sizes: here, this one.
+        manifest = replace(bundle.manifest, plan=plan, graphs=(replace(graph, sizes={}),))
+        engine = StandardEngine(Bundle(bundle.folder, manifest), "target", threads)
         engine.run(engine.bind(count, count), 1)
         engine.commit(0, [0] * filled)  # what the rows hold does not change what they cost
         yield count, engine

@@ -14,6 +14,9 @@ from onnx_ir.passes import common as passes
 from pspec.export.trace import IR_VERSION, OPSET, TracedStage, freeze_stage, size_of
 from pspec.models.graph import GraphModel, Stage, Value
 
+INT4_OPSET, INT4_IR_VERSION = 21, 10
+"""The first versions that know 4-bit integers and scales per block."""
+
 _TYPES = {
     "float32": ir.DataType.FLOAT,
     "float16": ir.DataType.FLOAT16,
@@ -40,14 +43,18 @@ def assemble_graph(
         name=name,
     )
     values: dict[str, ir.Value] = dict(inputs)
+    weights = _Weights(graph, tensors)
     for stage in model.stages:
-        _copy_stage(graph, stage, frozen[stage.kind], values, tensors)
+        _copy_stage(graph, stage, frozen[stage.kind], values, weights)
     for value in model.outputs:
         end = values[value.name]
         end.name, end.shape = value.name, _shape(value, sizes)
         end.dtype = _TYPES[value.dtype]
         graph.outputs.append(end)
-    result = ir.Model(graph, ir_version=IR_VERSION, producer_name="pspec")
+    version = IR_VERSION
+    if any(value.dtype == ir.DataType.INT4 for value in graph.initializers.values()):
+        graph.opset_imports[""], version = INT4_OPSET, INT4_IR_VERSION
+    result = ir.Model(graph, ir_version=version, producer_name="pspec")
     _clean(result)
     return result
 
@@ -57,17 +64,17 @@ def _copy_stage(
     stage: Stage,
     frozen: ir.Model,
     values: dict[str, ir.Value],
-    tensors: Mapping[str, ir.ExternalTensor],
+    weights: _Weights,
 ) -> None:
     part = frozen.clone().graph
-    weights = [_weight(graph, tensors[name]) for name in stage.weights.values()]
-    sources = [*(values[name] for name in stage.inputs), *weights]
+    sources = [values[name] for name in stage.inputs]
+    sources += [weights.value(name) for name in stage.weights.values()]
     for inner, outer in zip(part.inputs, sources, strict=True):
         ir.convenience.replace_all_uses_with(inner, outer)
     for key, inner in list(part.initializers.items()):
         assert inner.const_value is not None
         constant = ir.tensor(inner.const_value.numpy(), name=f"{stage.name}/{key}")
-        ir.convenience.replace_all_uses_with(inner, _weight(graph, constant))
+        ir.convenience.replace_all_uses_with(inner, _initializer(graph, constant))
     outputs = list(part.outputs)
     part.outputs.clear()
     nodes = list(part)
@@ -82,7 +89,43 @@ def _copy_stage(
         values[name] = end
 
 
-def _weight(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
+class _Weights:
+    """Weights by name: an initialiser, or what ``DequantizeLinear`` makes of two."""
+
+    def __init__(self, graph: ir.Graph, tensors: Mapping[str, ir.ExternalTensor]) -> None:
+        self._graph = graph
+        self._tensors = tensors
+        self._made: dict[str, ir.Value] = {}
+
+    def value(self, name: str) -> ir.Value:
+        if name in self._tensors:
+            return _initializer(self._graph, self._tensors[name])
+        if name not in self._made:
+            self._made[name] = self._dequantised(name)
+        return self._made[name]
+
+    def _dequantised(self, name: str) -> ir.Value:
+        integers, scale = self._tensors[f"{name}.quantised"], self._tensors[f"{name}.scale"]
+        axis, attributes = 1, []
+        rows, blocks = integers.shape.numpy()[0], scale.shape.numpy()
+        if len(blocks) == 2:  # one row of scales a block of inputs
+            axis, block = 0, rows // blocks[0]
+            attributes = [ir.AttrInt64("block_size", block)]
+        node = ir.Node(
+            "",
+            "DequantizeLinear",
+            [_initializer(self._graph, integers), _initializer(self._graph, scale)],
+            [ir.AttrInt64("axis", axis), *attributes],
+            name=f"{name}/dequantise",
+        )
+        node.outputs[0].name = name
+        node.outputs[0].shape = ir.Shape(integers.shape.numpy())
+        node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+        self._graph.append(node)
+        return node.outputs[0]
+
+
+def _initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
     """The graph's initialiser of a tensor, made once per name."""
     name = tensor.name
     assert name is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 import pspec
 from pspec.export.request import ExportRequest
+from pspec.export.tensor_spec import tensor_specs
 from pspec.export.weights import unique_bytes
 from pspec.models.checkpoint import LoadedTarget
 from pspec.models.decoder import TargetGraph
@@ -27,7 +28,6 @@ from pspec.runtime.manifest import (
     ShapePlan,
     StoredTensor,
     TargetSpec,
-    TensorSpec,
 )
 
 
@@ -41,19 +41,8 @@ def shape_name(sizes: dict[str, int]) -> str:
 
 def graph_spec(file: str, role: Role, sizes: dict[str, int], graph: ir.Model) -> GraphSpec:
     """What a manifest says of a graph."""
-    names = {"FLOAT": "float32", "FLOAT16": "float16", "INT32": "int32", "BOOL": "bool"}
-
-    def specs(values: Iterable[ir.Value]) -> tuple[TensorSpec, ...]:
-        return tuple(
-            TensorSpec(
-                str(value.name),
-                tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape or ()),
-                names[value.dtype.name if value.dtype else ""],  # type: ignore[arg-type]
-            )
-            for value in values
-        )
-
-    return GraphSpec(file, role, sizes, specs(graph.graph.inputs), specs(graph.graph.outputs))
+    inputs, outputs = tensor_specs(graph.graph.inputs), tensor_specs(graph.graph.outputs)
+    return GraphSpec(file, role, sizes, inputs, outputs)
 
 
 def target_name(target: LoadedTarget) -> str:

@@ -13,9 +13,9 @@ import onnx_ir as ir
 from pspec.errors import ConfigError
 
 _OPERATORS = """
-Add And ArgMax Cast Concat Div Equal Erf Expand Gather Identity Less Log MatMul Mul Neg Not
-ReduceMax ReduceMean ReduceMin Reshape Sigmoid Slice Softmax Sqrt Squeeze Sub Tanh TopK Transpose
-Unsqueeze Where
+Add And ArgMax Cast Concat DequantizeLinear Div Equal Erf Expand Gather Identity Less Log MatMul Mul
+Neg Not ReduceMax ReduceMean ReduceMin Reshape Sigmoid Slice Softmax Sqrt Squeeze Sub Tanh TopK
+Transpose Unsqueeze Where
 """
 ALLOWED_OPS = frozenset(_OPERATORS.split())
 _INT32 = 2**31 - 1
@@ -65,11 +65,28 @@ def _node_findings(node: ir.Node) -> list[Finding]:
         findings.append(Finding(where, f"operator {node.domain}.{node.op_type} is not standard"))
     elif node.op_type not in ALLOWED_OPS:
         findings.append(Finding(where, f"operator {node.op_type} is not in the portable set"))
+    if node.op_type == "DequantizeLinear":
+        findings += _scale_findings(node)
     for value in node.outputs:
         findings += _shape_findings(where, value)
         if value.dtype not in _INSIDE:
             findings.append(Finding(where, f"{value.name} is {value.dtype}, which is not portable"))
     return findings
+
+
+def _scale_findings(node: ir.Node) -> list[Finding]:
+    """Symmetric weights only, with scales that a compiler accepts: positive and finite."""
+    where = str(node.name)
+    if len(node.inputs) > 2:
+        return [Finding(where, "a zero point is not portable: weights are stored symmetric")]
+    weight, scale = node.inputs
+    tensor = scale.const_value if scale is not None else None
+    if weight is None or scale is None or weight.const_value is None or tensor is None:
+        return [Finding(where, "only stored weights may be quantised")]
+    scales = tensor.numpy()
+    if not (np.isfinite(scales).all() and (scales > 0).all()):
+        return [Finding(where, f"{scale.name} holds a scale that is not positive and finite")]
+    return []
 
 
 def _shape_findings(where: str, value: ir.Value) -> list[Finding]:

@@ -1,6 +1,6 @@
 """From a target (and a drafter) to a bundle, in named stages that can be resumed.
 
-load -> trace -> weights -> graphs -> parity -> text -> publish. Everything is written into
+load -> text -> precision -> weights -> trace -> graphs -> parity -> publish. All is written into
 ``.NAME.partial`` beside the output, which is renamed at the end; a run that was interrupted finds
 its finished stages there. A run that fails for a reason of its input leaves nothing.
 """
@@ -19,6 +19,7 @@ import msgspec
 import onnx_ir as ir
 from torch import Tensor
 
+from pspec.calibrate.quantise import Quantised
 from pspec.errors import EngineError, PspecError
 from pspec.export.assemble import assemble_graph
 from pspec.export.describe import (
@@ -40,7 +41,15 @@ from pspec.export.parity import (
     torch_outputs,
 )
 from pspec.export.plan import drafter_sizes, target_sizes
-from pspec.export.report import parity_files
+from pspec.export.precision import (
+    PRECISIONS,
+    PrecisionReport,
+    check_agreement,
+    quantise_nearest,
+    quantise_target,
+    restore_weights,
+)
+from pspec.export.report import parity_files, precision_files
 from pspec.export.request import (
     ExportRequest,
     check_output,
@@ -49,10 +58,18 @@ from pspec.export.request import (
     plan_export,
 )
 from pspec.export.trace import trace_stages
-from pspec.export.weights import WEIGHT_FILE, external_tensors, write_weights
+from pspec.export.weights import (
+    WEIGHT_FILE,
+    Weight,
+    external_tensors,
+    read_quantised,
+    stored_bytes,
+    write_weights,
+)
 from pspec.files import disk_errors, only_writer, publish_folder, sha256_file, write_file
 from pspec.models.checkpoint import LoadedTarget
 from pspec.models.graph import GraphModel
+from pspec.models.self_text import find_opening
 from pspec.progress import Watcher
 from pspec.runtime.bundle import GRAPH_FOLDER, write_manifest
 from pspec.runtime.manifest import (
@@ -65,6 +82,7 @@ from pspec.runtime.manifest import (
     ShapePlan,
     StoredTensor,
 )
+from pspec.runtime.text import Text
 
 _PROGRESS_FILE = "progress.json"
 
@@ -79,6 +97,8 @@ class _Job:
     target: LoadedTarget
     plan: ShapePlan
     models: dict[Role, GraphModel]
+    quantised: dict[str, Quantised] = field(default_factory=dict)
+    precision: PrecisionReport | None = None
     finished: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -91,6 +111,7 @@ class _Weights(msgspec.Struct):
 
     tensors: list[StoredTensor]
     sha256: str
+    precision: PrecisionReport | None
 
 
 def export_bundle(request: ExportRequest, watcher: Watcher | None = None) -> Path:
@@ -121,10 +142,11 @@ def export_bundle(request: ExportRequest, watcher: Watcher | None = None) -> Pat
 def _run_stages(job: _Job, output: Path) -> None:
     try:
         _resume(job)
+        _write_text(job)
+        _quantise(job)
         stored = _write_weights(job)
         specs = _write_graphs(job, stored)
-        rows = _check_parity(job, specs)
-        _write_text(job, rows)
+        _write_reports(job, _check_parity(job, specs))
         _publish(job, stored, specs, output)
     except (PspecError, OSError):
         shutil.rmtree(job.folder, ignore_errors=True)
@@ -174,11 +196,41 @@ def _finish(job: _Job, stage: str, result: object) -> None:
     write_file(job.folder / _PROGRESS_FILE, msgspec.json.encode(job.finished))
 
 
+def _quantise(job: _Job) -> None:
+    """Make the weights those of the wanted precision, in the modules and as they are stored."""
+    name = job.request.precision
+    if name not in PRECISIONS:
+        return
+    if "weights" in job.finished:
+        done = msgspec.convert(job.finished["weights"], _Weights)
+        job.precision = done.precision
+        job.quantised = read_quantised(done.tensors, job.graphs)
+        restore_weights(job.models.values(), job.quantised)
+        return
+    job.watcher.stage("precision", f"{name}, fitted to text that the target writes")
+    decoder, advance = job.target.decoder, job.watcher.advance
+    job.quantised, job.precision = quantise_target(decoder, _opening(job), name, advance)
+    least = job.request.min_agreement
+    check_agreement(job.precision, PRECISIONS[name].agreement if least is None else least)
+    if drafter := job.models.get("drafter"):
+        job.quantised |= quantise_nearest(drafter, PRECISIONS[name].layers, job.quantised)
+
+
+def _opening(job: _Job) -> list[int]:
+    """What the target's own text begins with: a user's turn, or its first token."""
+    text, config = Text.open(job.folder), job.target.config
+    first = [config.bos_token_id if config.bos_token_id is not None else config.eos_token_ids[0]]
+    if not text.has_template:
+        return first
+    return find_opening(lambda m: text.encode_chat([{"role": "user", "content": m}]), first)
+
+
 def _write_weights(job: _Job) -> list[StoredTensor]:
     if "weights" in job.finished:
         return msgspec.convert(job.finished["weights"], _Weights).tensors
-    tensors = dict(_named_weights(job.models.values()))
-    total = sum(tensor.nbytes for tensor in tensors.values())
+    tensors: dict[str, Weight] = dict(_named_weights(job.models.values()))
+    tensors |= job.quantised
+    total = sum(map(stored_bytes, tensors.values()))
     _check_space(job, total)
     job.watcher.stage("weights", f"{len(tensors)} tensors, {total / 1e6:.0f} MB")
     done = 0
@@ -189,7 +241,8 @@ def _write_weights(job: _Job) -> list[StoredTensor]:
         job.watcher.advance(done, total)
 
     stored = write_weights(sorted(tensors.items()), job.graphs, advance)
-    _finish(job, "weights", _Weights(stored, sha256_file(job.graphs / WEIGHT_FILE)))
+    sha256 = sha256_file(job.graphs / WEIGHT_FILE)
+    _finish(job, "weights", _Weights(stored, sha256, job.precision))
     return stored
 
 
@@ -289,10 +342,17 @@ def _release(job: _Job) -> None:
     gc.collect()  # the tracer leaves cycles that hold parameters
 
 
-def _write_text(job: _Job, rows: Sequence[ParityRow]) -> None:
-    job.watcher.stage("text", "tokenizer, chat template, reports")
+def _write_text(job: _Job) -> None:
+    job.watcher.stage("text", "tokenizer, chat template")
     job.target.save_text_files(job.folder)
-    parity_files(rows, job.folder / "reports")
+
+
+def _write_reports(job: _Job, rows: Sequence[ParityRow]) -> None:
+    folder = job.folder / "reports"
+    folder.mkdir(exist_ok=True)
+    parity_files(rows, folder)
+    if job.precision is not None:
+        precision_files(job.precision, folder)
 
 
 def _publish(

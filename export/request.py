@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pspec.errors import ConfigError
 from pspec.export.plan import make_plan
+from pspec.export.precision import PRECISIONS, untie_head
 from pspec.files import disk_errors, expand_user
 from pspec.models.checkpoint import LoadedTarget, load_target
 from pspec.models.decoder import TargetGraph
@@ -34,6 +35,7 @@ class ExportRequest:
     max_context: int = 1024
     nodes: int = 8
     batch: int = 1
+    min_agreement: float | None = None
     force: bool = False
 
 
@@ -43,13 +45,19 @@ def plan_export(request: ExportRequest) -> tuple[LoadedTarget, Drafter | None, S
     Raises:
         PspecError: for the first thing that cannot be exported.
     """
-    if request.precision != "fp32":
-        raise ConfigError(f"--precision {request.precision} is not there yet: use fp32")
+    if request.precision != "fp32" and request.precision not in PRECISIONS:
+        known = ", ".join(("fp32", *PRECISIONS))
+        raise ConfigError(f"--precision {request.precision} is not there: use one of {known}")
+    least = request.min_agreement
+    if least is not None and not 0 <= least <= 1:
+        raise ConfigError(f"--min-agreement {least} is not in 0..1, a share of tokens")
     if request.platform != "generic":
         raise ConfigError(f"--platform {request.platform} is not there yet: use generic")
     check_output(request)
     drafter = read_drafter(request.drafter) if request.drafter else None
     target = load_target(request.target)
+    if request.precision != "fp32":
+        untie_head(target.decoder)
     if drafter is not None and request.drafter is not None:
         check_match(drafter.config, target.config, request.drafter)
     plan = make_plan(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
+from pathlib import Path
+
 from pspec.errors import EngineError
+from pspec.progress import Watcher
 from pspec.runtime.bundle import Bundle
 from pspec.runtime.engine import Engine
 from pspec.runtime.manifest import Role
 
-ENGINES = ("onnxruntime",)
+ENGINES = ("onnxruntime", "standard")
+BUILT = ("onnxruntime",)
+"""Those that are built from a bundle before they run."""
 
 
 def choose_engine(name: str) -> tuple[str, str]:
@@ -17,7 +23,7 @@ def choose_engine(name: str) -> tuple[str, str]:
         EngineError: for a name that is unknown or not there yet.
     """
     if name == "auto":
-        return "onnxruntime", "the only engine of this release"
+        return "onnxruntime", "the fastest that runs here"
     if name not in ENGINES:
         raise EngineError(f"engine {name!r} is not there: use one of auto, {', '.join(ENGINES)}")
     return name, "asked for"
@@ -46,17 +52,51 @@ def need_onnxruntime() -> None:
 
 
 def open_engine(bundle: Bundle, role: Role, name: str, threads: int | None) -> Engine:
-    """Open one role's engine.
+    """Open one role's engine; one that must be built and is not yet is built now.
 
     Raises:
         EngineError: when it cannot run here, with what would make it run.
     """
-    choose_engine(name)
+    chosen, _ = choose_engine(name)
     need_onnxruntime()
-    from pspec.runtime.ort import OrtEngine
+    if chosen == "standard":
+        from pspec.runtime.standard import StandardEngine
 
-    manifest = bundle.manifest
-    spec = manifest.target if role == "target" else manifest.drafter
-    assert spec is not None
-    graph = manifest.symbolic(role)
-    return OrtEngine(bundle.graphs, graph, spec.cache, manifest.plan, threads)
+        return StandardEngine(bundle, role, threads)
+    from pspec.runtime.fused import FusedEngine, engine_folder
+
+    if not engine_folder(bundle).exists():
+        build_engine(bundle)
+    return FusedEngine(bundle, role, threads)
+
+
+def is_current(bundle: Bundle) -> bool:
+    """Whether the bundle has its engine, whole and built from it."""
+    from pspec.runtime.fused import read_sidecar
+
+    try:
+        read_sidecar(bundle)
+    except EngineError:
+        return False
+    return True
+
+
+def build_engine(bundle: Bundle, watcher: Watcher | None = None) -> Path:
+    """Build the default engine into the bundle; returns its folder.
+
+    What builds an engine is an entry point of the group ``pspec.builders``: the runtime itself
+    needs none of the packages that building does.
+
+    Raises:
+        EngineError: where they are not installed.
+    """
+    (builder,) = entry_points(group="pspec.builders", name="onnxruntime")
+    try:
+        build = builder.load()
+    except ImportError as error:
+        raise EngineError(
+            f"{bundle.folder} has no engine yet, and none can be built here ({error}): pip install "
+            "'pspec-toolkit[build]', or run the standard graphs with --engine standard"
+        ) from error
+    folder: Path = build(bundle, watcher)
+    return folder

@@ -16,11 +16,11 @@ Role = Literal["target", "drafter"]
 DType = Literal["float32", "float16", "int32", "bool"]
 
 
-class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
+class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Refuses what it does not know."""
 
 
-class TensorSpec(_Strict, frozen=True):
+class TensorSpec(Strict, frozen=True):
     """One graph input or output; a dim is a number, or in the symbolic graph a name."""
 
     name: str
@@ -28,7 +28,7 @@ class TensorSpec(_Strict, frozen=True):
     dtype: DType
 
 
-class GraphSpec(_Strict, frozen=True):
+class GraphSpec(Strict, frozen=True):
     """One ONNX file. ``sizes`` are the numbers its symbolic dims were frozen to."""
 
     file: str
@@ -42,7 +42,7 @@ class GraphSpec(_Strict, frozen=True):
         return not self.sizes
 
 
-class StoredTensor(_Strict, frozen=True):
+class StoredTensor(Strict, frozen=True):
     """Where a tensor lies in ``graphs/weights.data``; equal tensors share an offset."""
 
     name: str
@@ -52,7 +52,7 @@ class StoredTensor(_Strict, frozen=True):
     bytes: int
 
 
-class CacheSpec(_Strict, frozen=True):
+class CacheSpec(Strict, frozen=True):
     """Shape of a model's cache: ``[layers, 2, batch, heads, slots, size]``."""
 
     layers: int
@@ -60,7 +60,7 @@ class CacheSpec(_Strict, frozen=True):
     size: int
 
 
-class TargetSpec(_Strict, frozen=True):
+class TargetSpec(Strict, frozen=True):
     """The target. ``features`` are HF ``hidden_states`` boundaries, ``last`` the normed state."""
 
     family: str
@@ -74,7 +74,7 @@ class TargetSpec(_Strict, frozen=True):
     eos_token_ids: tuple[int, ...]
 
 
-class ParallelSpec(_Strict, frozen=True):
+class ParallelSpec(Strict, frozen=True):
     """The runtime's view of a parallel drafter; ``config`` is its own file, for the record."""
 
     slots: int
@@ -85,7 +85,7 @@ class ParallelSpec(_Strict, frozen=True):
     config: dict[str, object]
 
 
-class ShapePlan(_Strict, frozen=True):
+class ShapePlan(Strict, frozen=True):
     """Static shapes of the bundle.
 
     Attributes:
@@ -107,14 +107,14 @@ class ShapePlan(_Strict, frozen=True):
         return self.buckets[-1]
 
 
-class FileHash(_Strict, frozen=True):
+class FileHash(Strict, frozen=True):
     """Size and hash of a file."""
 
     bytes: int
     sha256: str
 
 
-class Manifest(_Strict, frozen=True):
+class Manifest(Strict, frozen=True):
     """The whole file. ``checksum`` covers all the rest of it: no other file holds its hash."""
 
     schema_version: int
@@ -133,3 +133,14 @@ class Manifest(_Strict, frozen=True):
     def symbolic(self, role: Role) -> GraphSpec:
         """The graph that serves every shape of a role."""
         return next(g for g in self.graphs if g.role == role and g.is_symbolic)
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The models there are graphs of."""
+        return ("target",) if self.drafter is None else ("target", "drafter")
+
+    def cache(self, role: Role) -> CacheSpec:
+        """Shape of a role's cache."""
+        spec = self.target if role == "target" else self.drafter
+        assert spec is not None
+        return spec.cache

@@ -63,7 +63,12 @@ def app(context: click.Context) -> None:
     "--output", "-o", required=True, type=click.Path(path_type=Path), help="Bundle folder to make."
 )
 @click.option("--drafter", type=click.Path(path_type=Path), help="Drafter directory.")
-@click.option("--precision", default="fp32", show_default=True, help="fp32, the only one so far.")
+@click.option("--precision", default="fp32", show_default=True, help="fp32, int8 or int4 weights.")
+@click.option(
+    "--min-agreement",
+    type=click.FloatRange(0, 1),
+    help="Fail below this share of tokens equal to fp32's (int8: 0.9, int4: 0.6).",
+)
 @click.option("--platform", default="generic", show_default=True, help="generic, likewise.")
 @click.option("--engine", default="auto", show_default=True, help="Engine to prepare for, or none.")
 @click.option(
@@ -79,7 +84,8 @@ def export(engine: str, dry_run: bool, **options: Any) -> None:
 
     Example: pspec-export smollm2 --output smollm2-bundle
     """
-    from pspec.runtime.engines import ENGINES
+    from pspec.runtime.bundle import open_bundle
+    from pspec.runtime.engines import BUILT, ENGINES, build_engine
 
     known = ("auto", *ENGINES, "none")
     if engine not in known:
@@ -95,8 +101,35 @@ def export(engine: str, dry_run: bool, **options: Any) -> None:
         return
     with Progress() as progress:
         folder = export_bundle(request, progress)
+        if engine in ("auto", *BUILT):
+            build_engine(open_bundle(folder), progress)
     show_parity(folder)
     click.echo(f"bundle: {folder}")
+
+
+@app.command(short_help="Build an engine from a bundle.")
+@BUNDLE
+@click.option("--engine", default="auto", show_default=True, help="Engine to build.")
+@click.option("--stale", is_flag=True, help="Only if it is missing or no longer fits the bundle.")
+def build(bundle: Path, engine: str, stale: bool) -> None:
+    """Build an engine from the graphs of BUNDLE and put it into BUNDLE/engines.
+
+    Engines are built by themselves where they are missing; this builds one anew.
+    """
+    from pspec.runtime.bundle import open_bundle
+    from pspec.runtime.engines import BUILT, build_engine, choose_engine, is_current
+    from pspec.show import Progress
+
+    chosen, _ = choose_engine(engine)
+    if chosen not in BUILT:
+        raise PspecError(f"engine {chosen} needs no building; built are: {', '.join(BUILT)}")
+    opened = open_bundle(bundle)
+    if stale and is_current(opened):
+        click.echo(f"{bundle}: engine {chosen} is current")
+        return
+    with Progress() as progress:
+        folder = build_engine(opened, progress)
+    click.echo(f"engine: {folder}")
 
 
 @app.command(short_help="Check every hash and shape of a bundle.")

@@ -1,0 +1,195 @@
+"""The ``onnxruntime`` engine: a fused graph whose attention writes the cache where it lies.
+
+Built by ``pspec build BUNDLE --engine onnxruntime`` into ``engines/onnxruntime/``. One session
+serves every number of rows: a call costs what its rows cost, there is nothing to pad. New rows
+stand behind the ones that count; committing an accepted path only closes its gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pspec.errors import EngineError, RequestError
+from pspec.runtime.bundle import Bundle
+from pspec.runtime.engine import Array, Binding
+from pspec.runtime.manifest import FileHash, Manifest, Role, Strict, TensorSpec
+from pspec.runtime.ort import allocate, bind, check_names, open_session, per_layer, run_bound
+
+ENGINES_FOLDER = "engines"
+SIDECAR_FILE = "engine.json"
+FORMAT = 1
+_REBUILD = "rebuild it with: pspec build {} --engine onnxruntime"
+
+
+class FusedGraph(Strict, frozen=True):
+    """One role's graph: its file and what goes in and out, cache included."""
+
+    file: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+class EngineParity(Strict, frozen=True):
+    """Difference from the standard graphs, seen when the engine was built.
+
+    Attributes:
+        inputs: file of the static graph whose shape random inputs had, compared with unrounded
+            products; or ``text``: a passage, compared as the engine runs.
+        error: largest difference over the larger of 1 and the scale; for ``text`` the root mean
+            square of the logits' difference over their spread.
+        agree: share of tokens that are equal.
+    """
+
+    inputs: str
+    error: float
+    agree: float
+
+
+class Sidecar(Strict, frozen=True):
+    """``engine.json``: what the engine is, and of which bundle.
+
+    Attributes:
+        format: of this file and of the engine.
+        source: checksum of the bundle's manifest.
+        accuracy_level: 4 rounds the inputs of quantised products to 8 bits, 1 keeps them fp32.
+        graphs: by role.
+        files: size and hash of the engine's files.
+        parity: against the standard graphs.
+        built_with: versions and machine, for the record; the engine runs on others as well.
+    """
+
+    format: int
+    source: str
+    accuracy_level: int
+    graphs: dict[Role, FusedGraph]
+    files: dict[str, FileHash]
+    parity: tuple[EngineParity, ...]
+    built_with: dict[str, str]
+
+
+def engine_folder(bundle: Bundle) -> Path:
+    """Where the engine of a bundle lies."""
+    return bundle.folder / ENGINES_FOLDER / "onnxruntime"
+
+
+def read_sidecar(bundle: Bundle) -> Sidecar:
+    """Read the sidecar and see that engine and bundle belong together.
+
+    Raises:
+        EngineError: for an engine that is missing, damaged or of another bundle, with the command
+            that rebuilds it.
+    """
+    folder, rebuild = engine_folder(bundle), _REBUILD.format(bundle.folder)
+    try:
+        sidecar = msgspec.json.decode((folder / SIDECAR_FILE).read_bytes(), type=Sidecar)
+    except OSError as error:
+        raise EngineError(f"{folder}: no engine is built; {rebuild}") from error
+    except msgspec.DecodeError as error:
+        raise EngineError(f"{folder / SIDECAR_FILE}: {error}; {rebuild}") from error
+    if sidecar.format != FORMAT:
+        raise EngineError(f"{folder}: format {sidecar.format}, expected {FORMAT}; {rebuild}")
+    if sidecar.source != bundle.manifest.checksum:
+        raise EngineError(f"{folder} was built from another bundle; {rebuild}")
+    for name, entry in sidecar.files.items():
+        file = folder / name
+        size = file.stat().st_size if file.is_file() else None
+        if size != entry.bytes:
+            found = "is missing" if size is None else f"has {size} bytes, expected {entry.bytes}"
+            raise EngineError(f"{folder}: {name} {found}; {rebuild}")
+    return sidecar
+
+
+class FusedEngine:
+    """:class:`~pspec.runtime.engine.Engine` over one role's fused graph.
+
+    Args:
+        bundle: with the engine in it.
+        role: target or drafter.
+        threads: None takes one a core.
+        profile: where :meth:`end_profile` begins the name of its file; None measures nothing.
+    """
+
+    name = "onnxruntime"
+
+    def __init__(
+        self, bundle: Bundle, role: Role, threads: int | None, profile: Path | None = None
+    ) -> None:
+        manifest = bundle.manifest
+        self._graph = read_sidecar(bundle).graphs[role]
+        self._role = role
+        self._context = manifest.plan.max_context
+        path = engine_folder(bundle) / self._graph.file
+        self._session = open_session(path, threads, weights=bundle.folder, profile=profile)
+        inputs = [spec.name for spec in self._graph.inputs]
+        outputs = [spec.name for spec in self._graph.outputs]
+        check_names(self._session, self._graph.file, inputs, outputs)
+        self._cache = make_cache(manifest, role)
+        self.lengths = np.zeros(manifest.plan.batch, np.int32)
+        self.seconds = 0.0
+        self._bindings: dict[tuple[int, int], tuple[Binding, Any]] = {}
+
+    def fit(self, count: int) -> int:
+        return count
+
+    def bind(self, count: int, logit_rows: int = 0) -> Binding:
+        key = (count, logit_rows)
+        if key not in self._bindings:
+            self._bindings[key] = self._allocate(count, logit_rows)
+        return self._bindings[key][0]
+
+    def run(self, binding: Binding, adds: int) -> None:
+        needed = int(self.lengths.max()) + adds
+        if needed > self._context:
+            raise RequestError(f"{needed} cache rows do not fit the context of {self._context}")
+        rows = binding.inputs["logit_rows"].shape[1] if "logit_rows" in binding.inputs else 0
+        binding.inputs["cache_length"][:] = self.lengths
+        io = self._bindings[binding.count, rows][1]
+        self.seconds += run_bound(self._session, io, self._graph.file)
+
+    def commit(self, row: int, nodes: Sequence[int]) -> None:
+        start = int(self.lengths[row])
+        stop = start + len(nodes)
+        if list(nodes) != list(range(len(nodes))):  # a chain lies where it belongs
+            rows = self._cache[:, :, row]
+            rows[:, :, :, start:stop] = rows.take(np.add(nodes, start), axis=3)
+        self.lengths[row] = stop
+
+    def truncate(self, row: int, length: int) -> None:
+        self.lengths[row] = min(length, int(self.lengths[row]))
+
+    def cache_rows(self, row: int) -> Array:
+        rows: Array = self._cache[:, :, row, :, : self.lengths[row]].copy()
+        return rows
+
+    def end_profile(self) -> Path:
+        """Write the time of every operator so far (JSON of Chrome's trace format)."""
+        return Path(self._session.end_profiling())
+
+    def _allocate(self, count: int, logit_rows: int) -> tuple[Binding, Any]:
+        counted = "nodes" if self._role == "target" else "accepted"
+        sizes = {"batch": len(self.lengths), "rows": logit_rows, counted: count}
+        inputs = allocate(self._graph.inputs, sizes)
+        outputs = allocate(self._graph.outputs, sizes)
+        io = bind(
+            self._session,
+            {**inputs, **per_layer("past", self._cache)},
+            {**outputs, **per_layer("present", self._cache)},
+        )
+        return Binding(count, inputs, outputs), io
+
+
+def make_cache(manifest: Manifest, role: Role, batch: int | None = None) -> Array:
+    """A zeroed cache ``[layers, 2, B, heads, S, D]`` for the longest context and one call more.
+
+    Rows are written before it is known which of them will count. Zeros, since a weight of 0 times
+    a stray NaN would be NaN; the system hands out pages only as they are written.
+    """
+    plan, spec = manifest.plan, manifest.cache(role)
+    masks = manifest.drafter.slots if manifest.drafter else 0
+    slots = plan.max_context + max(plan.chunk, plan.nodes, plan.accepted) + masks
+    return np.zeros((spec.layers, 2, batch or plan.batch, spec.heads, slots, spec.size), np.float32)
