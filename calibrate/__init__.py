@@ -1,1 +1,1 @@
-"""What a bundle costs on a device. Quantisation, acceptance profiles, tree planning: not yet."""
+"""Quantisation, and what a bundle costs on a device. Tree planning: not yet."""

@@ -20,7 +20,7 @@ from pspec.runtime.calibration import (
     read_calibration,
 )
 
-_EXPLAINED = "Milliseconds, median [quartiles], by rows in the cache/its size."
+_EXPLAINED = "Milliseconds, median [quartiles], by cached rows/smallest bucket for them."
 NO_PICTURE = "matplotlib is not installed, so no plot: pip install 'pspec-toolkit[plot]'"
 
 

@@ -19,6 +19,7 @@ from msgspec import Meta
 from pspec.errors import BundleError, RequestError
 from pspec.runtime.bundle import Bundle
 from pspec.runtime.engines import choose_engine, engine_version
+from pspec.runtime.manifest import Strict
 
 CALIBRATION_FILE = "reports/calibration.json"
 CALIBRATION_VERSION = 1
@@ -28,11 +29,7 @@ Count = Annotated[int, Meta(ge=1)]
 Length = Annotated[int, Meta(ge=0)]
 
 
-class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
-
-
-class Device(_Strict, frozen=True):
+class Device(Strict, frozen=True):
     """What a curve is true of."""
 
     cpu: str
@@ -48,7 +45,7 @@ class Device(_Strict, frozen=True):
         return f"{self.cpu}, {self.cores} cores, {threads}, {self.engine} {self.engine_version}"
 
 
-class Timing(_Strict, frozen=True):
+class Timing(Strict, frozen=True):
     """Milliseconds: the median of the repetitions and the quartiles around it."""
 
     ms: Milliseconds
@@ -56,7 +53,7 @@ class Timing(_Strict, frozen=True):
     high: Milliseconds
 
 
-class VerifyCost(_Strict, frozen=True):
+class VerifyCost(Strict, frozen=True):
     """A target call over ``nodes`` nodes behind ``length`` cached rows, in the cache ``bucket``."""
 
     nodes: Count
@@ -65,7 +62,7 @@ class VerifyCost(_Strict, frozen=True):
     time: Timing
 
 
-class DraftCost(_Strict, frozen=True):
+class DraftCost(Strict, frozen=True):
     """The drafter call of a round behind ``length`` cached rows."""
 
     bucket: Count
@@ -73,14 +70,14 @@ class DraftCost(_Strict, frozen=True):
     time: Timing
 
 
-class HostCost(_Strict, frozen=True):
+class HostCost(Strict, frozen=True):
     """What a round costs beside its engine calls; ``draft`` is ``off``, ``lookup``, ``bundle``."""
 
     draft: str
     time: Timing
 
 
-class Curve(_Strict, frozen=True):
+class Curve(Strict, frozen=True):
     """One device's measurements.
 
     Attributes:
@@ -119,7 +116,7 @@ class Curve(_Strict, frozen=True):
         return sorted({cost.nodes for cost in self.verify})
 
 
-class Calibration(_Strict, frozen=True):
+class Calibration(Strict, frozen=True):
     """The whole file: curves by :attr:`Device.key`."""
 
     schema_version: int

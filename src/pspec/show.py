@@ -121,7 +121,7 @@ def show_calibration(curve: Curve) -> None:
     from pspec.calibrate.store import table_rows, widest_spread
 
     console.print(curve.device.key, soft_wrap=True, highlight=False)
-    table = Table(title="median ms by rows in the cache/its size", title_justify="left")
+    table = Table(title="median ms by cached rows/smallest bucket for them", title_justify="left")
     header, *rows = table_rows(curve, lambda time: f"{time.ms:.2f}")
     for place, title in enumerate(header):
         table.add_column(title, justify="right" if place else "left", overflow="fold")
