@@ -99,7 +99,7 @@ def _load(path: Path) -> ir.Model:
     try:
         return ir.load(path)
     except Exception as error:  # protobuf's own errors have no common base class
-        raise EngineError(f"{path.name} cannot be read ({error}): export the bundle again") from error
+        raise EngineError(f"{path.name} cannot be read: export again ({error})") from error
 
 
 def _stored(tensor: ir.TensorProtocol | None, bundle: Bundle, file: IO[bytes]) -> ir.TensorProtocol:

@@ -38,6 +38,15 @@ def _head_sizes(bundle: Bundle | None) -> list[int]:
     return [bundle.manifest.cache(role).size for role in bundle.manifest.roles] if bundle else []
 
 
+def engine_version(name: str) -> str:
+    """Version of the library behind an engine that can run here."""
+    assert name in ENGINES, name
+    import onnxruntime
+
+    version: str = onnxruntime.__version__
+    return version
+
+
 def need_onnxruntime() -> None:
     """Import the library of the default engine, which a machine may lack.
 
