@@ -25,7 +25,7 @@ from catalogue import (
     python_of,
 )
 
-from pspec.cli import run
+from pspec.cli_run import run
 from pspec.errors import ConfigError
 from pspec.models.smollm2 import fetch_smollm2
 

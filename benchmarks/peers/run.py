@@ -34,7 +34,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # the other benchmark
 from _measure import conditions, footer, save
 from _questions import OTHERS, Question, read_questions, select
 
-from pspec.cli import run
+from pspec.cli_run import run
 from pspec.errors import ConfigError
 from pspec.runtime.text import Text
 
