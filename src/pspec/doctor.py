@@ -100,6 +100,7 @@ LIBRARIES = (
     Library("export", "onnx-ir", "build", "1.0"),
     Library("export", "onnxscript", "build", "0.7"),
     Library("export", "gguf", "export", "0.17"),
+    Library("export", "threadpoolctl", "export", "3.1"),
     Library("build", "tensorrt-rtx", "rtx", "1.5", "tensorrt_rtx", required=False),
     Library("build", "tensorrt", "tensorrt", "10.3", "tensorrt", required=False),
     Library("build", "polygraphy", "dev", "0.49", required=False),
