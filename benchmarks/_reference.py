@@ -1,4 +1,4 @@
-"""The same weights in transformers, which owes nothing to this project's code."""
+"""What answers are compared with: transformers, or plain decoding on the engine itself."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, StaticCache
@@ -15,7 +16,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig, StaticCache
 from pspec.errors import ConfigError
 from pspec.models.checkpoint import load_target
 from pspec.models.smollm2 import fetch_smollm2
+from pspec.runtime.bundle import Bundle
+from pspec.runtime.decode import Decoding, TreeSettings
+from pspec.runtime.engines import open_engine
 from pspec.runtime.manifest import Manifest
+from pspec.runtime.target import Target
+from pspec.runtime.tree import root_only
 
 
 def target_path(name: str) -> str:
@@ -84,6 +90,30 @@ class Reference:
         """
         logits = self._model(input_ids=torch.tensor([list(context)]), logits_to_keep=1).logits
         row = logits[0, -1].double()
+        return float(row.max() - row[list(tokens)].min())
+
+
+class EngineReference:
+    """The engine's own plain decoding, where its weights or its rounding are not transformers'."""
+
+    def __init__(self, bundle: Bundle, engine: str, threads: int | None) -> None:
+        opened = open_engine(bundle, "target", engine, threads)
+        self._target = Target(opened, bundle.manifest.plan)
+        self._vocab = bundle.manifest.target.vocab_size
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int, eos: Sequence[int]) -> list[int]:
+        """Ids after the prompt, with the end-of-sequence token if it ended by one."""
+        plain = TreeSettings(1)
+        decoding = Decoding(self._target, None, plain, frozenset(eos), self._vocab)
+        return [token for block in decoding.run(prompt, max_new_tokens) for token in block.tokens]
+
+    def gap(self, context: Sequence[int], tokens: Sequence[int]) -> float:
+        """How far the least of ``tokens`` lies below the best logit after ``context``."""
+        self._target.start()
+        for _ in self._target.prefill(context[:-1]):
+            pass
+        self._target.verify(root_only(context[-1]))
+        row = self._target.engine.bind(1, 1).outputs["logits"][0, 0].astype(np.float64)
         return float(row.max() - row[list(tokens)].min())
 
 

@@ -1,9 +1,11 @@
-"""Is every way of drafting lossless? The same greedy tokens as plain decoding and transformers.
+"""Is every way of drafting lossless? The same greedy tokens as plain decoding and a reference.
 
-Spec-Bench questions, first turn, through the chat template. *Identical* means the same ids; where
-ids first differ the reference's logits may be closer than 1e-4 (a near-tie: shapes of 1 and of 8
-nodes run different kernels), which is counted, and ends the comparison of that sequence. The replay
-drafters must also commit, round by round, exactly what is worked out apart from the loop.
+The reference is transformers in fp32, the engine's own plain decoding in int8 and int4: there the
+quantised target is the target. Spec-Bench questions, first turn, through the chat template.
+*Identical* means the same ids; where they first differ the reference's logits may be closer than
+1e-4 in fp32, 1e-2 in int8 and int4 (a near-tie: shapes of 1 and of 8 nodes run different kernels),
+which is counted, and ends the comparison of that sequence. The replay drafters must also commit,
+round by round, exactly what is worked out apart from the loop.
 
 Each question is saved when it is done; the same command goes on where a run was interrupted.
 """
@@ -24,16 +26,17 @@ import msgspec
 from _measure import conditions, footer, save, table
 from _modes import Answer, answer, expected_blocks, modes_of, slots_of
 from _questions import TASKS, Question, read_questions, select
-from _reference import Reference, check_same_weights, target_path
+from _reference import EngineReference, Reference, check_same_weights, target_path
 
 from pspec.cli_run import run
 from pspec.errors import ConfigError
 from pspec.files import write_file
+from pspec.runtime.bundle import Bundle
 from pspec.runtime.generate import Generator
 from pspec.runtime.manifest import MANIFEST_FILE
 
-NEAR_TIE = 1e-4
-"""Logits closer than this may swap between kernels in fp32."""
+NEAR_TIES = {"fp32": 1e-4, "int8": 1e-2, "int4": 1e-2}
+"""Logits closer than this may swap between kernels, by precision."""
 SEQUENCES_PER_NEAR_TIE = 200
 
 Verdict = Literal["identical", "near-tie", "failure"]
@@ -46,7 +49,7 @@ class ModeRow(msgspec.Struct):
     Attributes:
         ids: what it said.
         blocks: tokens committed by each round.
-        verdict: against transformers and against plain decoding, the worse of the two.
+        verdict: against the reference and against plain decoding, the worse of the two.
         notes: where it differs, from what and by how much.
     """
 
@@ -74,7 +77,9 @@ class Judgement(msgspec.Struct, frozen=True):
     note: str = ""
 
 
-def compare(ids: Sequence[int], other: Sequence[int], name: str, gap: Gap) -> Judgement:
+def compare(
+    ids: Sequence[int], other: Sequence[int], name: str, gap: Gap, tie: float = NEAR_TIES["fp32"]
+) -> Judgement:
     """Judge ``ids`` by ``other``; ``gap`` is the reference's, after their common beginning."""
     shared = next(
         (i for i, pair in enumerate(zip(ids, other, strict=False)) if pair[0] != pair[1]), None
@@ -86,7 +91,7 @@ def compare(ids: Sequence[int], other: Sequence[int], name: str, gap: Gap) -> Ju
         return Judgement("failure", note)
     found = gap(other[:shared], (ids[shared], other[shared]))
     note = f"differs from {name} at token {shared}, gap {found:.1e}"
-    return Judgement("near-tie" if found < NEAR_TIE else "failure", note)
+    return Judgement("near-tie" if found < tie else "failure", note)
 
 
 def judge(
@@ -96,11 +101,12 @@ def judge(
     reference: Sequence[int],
     gap: Gap,
     expected: list[int] | None,
+    tie: float = NEAR_TIES["fp32"],
 ) -> ModeRow:
     """Judge one answer by both sequences, by its rounds, and by its own statistics."""
-    found = [compare(given.ids, reference, "transformers", gap)]
+    found = [compare(given.ids, reference, "the reference", gap, tie)]
     if mode != "plain":
-        found.append(compare(given.ids, plain, "plain", gap))
+        found.append(compare(given.ids, plain, "plain", gap, tie))
     # A replay of a sequence that the target left is no longer what it was meant to be.
     if expected is not None and list(given.ids) == list(plain) and given.blocks != expected:
         found.append(Judgement("failure", f"rounds commit {given.blocks}, expected {expected}"))
@@ -146,7 +152,9 @@ class Store:
 class Checker:
     """Asks one bundle and its reference."""
 
-    def __init__(self, generator: Generator, reference: Reference, max_new_tokens: int) -> None:
+    def __init__(
+        self, generator: Generator, reference: Reference | EngineReference, max_new_tokens: int
+    ) -> None:
         self._generator = generator
         self._reference = reference
         self._budget = max_new_tokens
@@ -177,7 +185,8 @@ class Checker:
                 nodes=manifest.plan.nodes,
                 slots=slots_of(manifest),
             )
-            row.modes[mode] = judge(mode, given, plain, row.reference, gap, expected)
+            tie = NEAR_TIES[manifest.precision]
+            row.modes[mode] = judge(mode, given, plain, row.reference, gap, expected, tie)
         row.seconds = time.perf_counter() - start
         return row
 
@@ -314,10 +323,8 @@ def main(
     missing = [question for question in questions if question.number not in store.rows]
     print(f"{len(questions)} questions, {len(questions) - len(missing)} done before", flush=True)
     if missing:
-        source = target_path(target)
-        check_same_weights(source, generator.bundle.manifest)
-        checker = Checker(generator, Reference(source, threads), max_new_tokens)
-        ask(checker, missing, store)
+        reference = open_reference(generator.bundle, target, engine, threads)
+        ask(Checker(generator, reference, max_new_tokens), missing, store)
     rows = [store.rows[question.number] for question in questions]
     lines = tally(rows, settings["modes"])
     title = (
@@ -330,6 +337,17 @@ def main(
     save(output, "lossless", msgspec.to_builtins(data), report(lines, rows, title, footer(facts)))
     if not passed(lines):
         sys.exit(1)
+
+
+def open_reference(
+    bundle: Bundle, target: str, engine: str, threads: int | None
+) -> Reference | EngineReference:
+    """Transformers for weights that are the checkpoint's, else the engine's plain decoding."""
+    if bundle.manifest.precision != "fp32":
+        return EngineReference(bundle, engine, threads)
+    source = target_path(target)
+    check_same_weights(source, bundle.manifest)
+    return Reference(source, threads)
 
 
 def ask(checker: Checker, questions: Sequence[Question], store: Store) -> None:

@@ -1,1 +1,1 @@
-"""Quantisation, acceptance and cost profiles, tree planning: empty so far."""
+"""Quantisation, and what a bundle costs on a device. Tree planning: not yet."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 
 from pspec.errors import ConfigError
 
@@ -114,7 +115,8 @@ def quantise(
         work = weight[:, part].copy()  # its own: it is used up
         _fill(work, scheme, factor, integers[:, part], scales[:, part])
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    # A pool of our own over columns: BLAS threads inside it would only wait for each other.
+    with threadpool_limits(1), ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(fill, range(0, columns, _COLUMNS)))
     return Quantised(integers, scales if scheme.block else scales[0], scheme)
 

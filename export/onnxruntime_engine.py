@@ -87,12 +87,19 @@ def _fuse(bundle: Bundle, work: Path, watcher: Watcher) -> Iterator[tuple[Role, 
     with (work / WEIGHT_FILE).open("wb") as file:
         for role in bundle.manifest.roles:
             watcher.stage("fuse", role)
-            graph = ir.load(bundle.graphs / bundle.manifest.symbolic(role).file)
+            graph = _load(bundle.graphs / bundle.manifest.symbolic(role).file)
             model = fuse_graph(graph, cache_slots(bundle.manifest))
             pack_products(model, ACCURACY_LEVEL)
             for value in model.graph.initializers.values():
                 value.const_value = _stored(value.const_value, bundle, file)
             yield role, model
+
+
+def _load(path: Path) -> ir.Model:
+    try:
+        return ir.load(path)
+    except Exception as error:  # protobuf's own errors have no common base class
+        raise EngineError(f"{path.name} cannot be read: export again ({error})") from error
 
 
 def _stored(tensor: ir.TensorProtocol | None, bundle: Bundle, file: IO[bytes]) -> ir.TensorProtocol:
@@ -214,9 +221,8 @@ def _describe(bundle: Bundle, parity: Sequence[EngineParity], work: Path) -> Sid
     graphs = {}
     for role in bundle.manifest.roles:
         model = ir.load(work / f"{role}.onnx")
-        graphs[role] = FusedGraph(
-            f"{role}.onnx", tensor_specs(model.graph.inputs), tensor_specs(model.graph.outputs)
-        )
+        inputs, outputs = tensor_specs(model.graph.inputs), tensor_specs(model.graph.outputs)
+        graphs[role] = FusedGraph(f"{role}.onnx", _packed_bytes(model), inputs, outputs)
     files = [path for path in sorted(work.iterdir()) if path.name != SIDECAR_FILE]
     return Sidecar(
         format=FORMAT,
@@ -232,3 +238,10 @@ def _describe(bundle: Bundle, parity: Sequence[EngineParity], work: Path) -> Sid
             "system": platform.system(),
         },
     )
+
+
+def _packed_bytes(model: ir.Model) -> int:
+    """Of the stored weights of products, which ONNX Runtime lays out anew when it loads them."""
+    products = (node for node in model.graph if node.op_type in ("MatMul", "MatMulNBits"))
+    weights = {value for node in products for value in node.inputs[1:] if value is not None}
+    return sum(value.const_value.nbytes for value in weights if value.const_value is not None)

@@ -16,6 +16,7 @@ from pspec.runtime.compare import TOLERANCE
 
 def parity_files(rows: Sequence[ParityRow], folder: Path) -> None:
     """Write ``parity.json``, ``parity.md`` and ``parity.svg``."""
+    folder.mkdir(exist_ok=True)
     text = msgspec.json.format(msgspec.json.encode(list(rows)), indent=1)
     write_file(folder / "parity.json", text + b"\n")
     write_file(folder / "parity.md", parity_table(rows).encode())

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from pspec.errors import RequestError
 from pspec.runtime.drafter import Drafter
+from pspec.runtime.node_choice import NodeBudget
 from pspec.runtime.request import token_ids, whole
 from pspec.runtime.stop import FinishReason, cut
 from pspec.runtime.target import Target
@@ -55,10 +56,14 @@ class Block:
 
 @dataclass(frozen=True)
 class TreeSettings:
-    """How trees are built: at most ``nodes`` nodes, best-first or by a plan."""
+    """How trees are built: at most ``nodes`` nodes, best-first or by a plan.
+
+    ``budget`` says which part of such a tree is verified.
+    """
 
     nodes: int
     plan: TreePlan | None = None
+    budget: NodeBudget = field(default_factory=NodeBudget)
 
 
 class Decoding:
@@ -111,6 +116,7 @@ class Decoding:
         tree = self._draft_tree(limit - len(self.ids))
         wanted = self.target.verify(tree)
         path, bonus = accept_greedy(tree, wanted)
+        self.tree.budget.observe(tree, path, bonus)
         block = self._cut([*(tree.tokens[node] for node in path[1:]), bonus], limit)
         path = path[: len(block.tokens)]
         features = self.target.commit(path)
@@ -122,15 +128,18 @@ class Decoding:
 
     def _draft_tree(self, room: int) -> Tree:
         """A tree whose deepest path and bonus fit in ``room`` tokens; plain where nothing fits."""
-        root, depth = self.ids[-1], room - 1
-        if self.drafter is None or depth < 1 or self.tree.nodes < 2:
+        root, depth, cached = self.ids[-1], room - 1, len(self.ids) - 1
+        nodes, plan, budget = self.tree.nodes, self.tree.plan, self.tree.budget
+        if self.drafter is None or depth < 1 or nodes < 2 or not budget.drafts(cached):
             return root_only(root)
         proposal = self.drafter.propose()
         if proposal is None:
             return root_only(root)
-        if self.tree.plan is not None:
-            return planned(root, proposal, self.tree.plan, self.tree.nodes, depth)
-        return best_first(root, proposal, self.tree.nodes, depth)
+        if plan is not None:
+            tree = planned(root, proposal, plan, nodes, depth)
+        else:
+            tree = best_first(root, proposal, nodes, depth)
+        return budget.cut(tree, proposal.match, cached)
 
     def _prefill(self, prompt: Sequence[int], limit: int) -> Block:
         start = time.perf_counter()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from pspec.errors import EngineError
@@ -36,6 +36,15 @@ def choose_engine(name: str, bundle: Bundle | None = None) -> tuple[str, str]:
 
 def _head_sizes(bundle: Bundle | None) -> list[int]:
     return [bundle.manifest.cache(role).size for role in bundle.manifest.roles] if bundle else []
+
+
+def engine_version(name: str) -> str:
+    """Version of the library behind an engine that can run here."""
+    assert name in ENGINES, name
+    import onnxruntime
+
+    version: str = onnxruntime.__version__
+    return version
 
 
 def need_onnxruntime() -> None:
@@ -84,14 +93,19 @@ def is_current(bundle: Bundle) -> bool:
 def build_engine(bundle: Bundle, watcher: Watcher | None = None) -> Path:
     """Build the default engine into the bundle; returns its folder.
 
-    Raises:
-        EngineError: where what builds it is not installed.
-    """
-    if not all(map(importlib.util.find_spec, ("onnx_ir", "onnxscript"))):
-        raise EngineError(
-            f"{bundle.folder} has no engine yet, and this machine cannot build one: pip install "
-            "'pspec-toolkit[build]', or run the standard graphs with --engine standard"
-        )
-    from pspec.export.onnxruntime_engine import build_onnxruntime
+    What builds an engine is an entry point of the group ``pspec.builders``: the runtime itself
+    needs none of the packages that building does.
 
-    return build_onnxruntime(bundle, watcher)
+    Raises:
+        EngineError: where they are not installed.
+    """
+    (builder,) = entry_points(group="pspec.builders", name="onnxruntime")
+    try:
+        build = builder.load()
+    except ImportError as error:
+        raise EngineError(
+            f"{bundle.folder} has no engine yet, and none can be built here ({error}): pip install "
+            "'pspec-toolkit[build]', or run the standard graphs with --engine standard"
+        ) from error
+    folder: Path = build(bundle, watcher)
+    return folder

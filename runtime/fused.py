@@ -18,18 +18,26 @@ from pspec.errors import EngineError, RequestError
 from pspec.runtime.bundle import Bundle
 from pspec.runtime.engine import Array, Binding
 from pspec.runtime.manifest import FileHash, Manifest, Role, Strict, TensorSpec
+from pspec.runtime.memory import check_memory
 from pspec.runtime.ort import allocate, bind, check_names, open_session, per_layer, run_bound
 
 ENGINES_FOLDER = "engines"
 SIDECAR_FILE = "engine.json"
 FORMAT = 1
+_OVERHEAD = 64 * 1024 * 1024
+"""Bytes for the session itself and what a call computes."""
 _REBUILD = "rebuild it with: pspec build {} --engine onnxruntime"
 
 
 class FusedGraph(Strict, frozen=True):
-    """One role's graph: its file and what goes in and out, cache included."""
+    """One role's graph: its file, and what goes in and out, cache included.
+
+    ``packed_bytes`` are those of the weights that ONNX Runtime lays out anew in memory of its own;
+    all others stay mapped from the bundle, and processes share them.
+    """
 
     file: str
+    packed_bytes: int
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
@@ -111,17 +119,25 @@ class FusedEngine:
         bundle: with the engine in it.
         role: target or drafter.
         threads: None takes one a core.
+        profile: where :meth:`end_profile` begins the name of its file; None measures nothing.
     """
 
     name = "onnxruntime"
 
-    def __init__(self, bundle: Bundle, role: Role, threads: int | None) -> None:
+    def __init__(
+        self, bundle: Bundle, role: Role, threads: int | None, profile: Path | None = None
+    ) -> None:
         manifest = bundle.manifest
         self._graph = read_sidecar(bundle).graphs[role]
         self._role = role
         self._context = manifest.plan.max_context
+        check_memory(
+            self._graph.packed_bytes + cache_bytes(manifest, role) + _OVERHEAD,
+            f"the {role} with {self._context} tokens of context",
+            "close something, or export with --precision int4 or a smaller --max-context",
+        )
         path = engine_folder(bundle) / self._graph.file
-        self._session = open_session(path, threads, weights=bundle.folder)
+        self._session = open_session(path, threads, weights=bundle.folder, profile=profile)
         inputs = [spec.name for spec in self._graph.inputs]
         outputs = [spec.name for spec in self._graph.outputs]
         check_names(self._session, self._graph.file, inputs, outputs)
@@ -129,6 +145,7 @@ class FusedEngine:
         self.lengths = np.zeros(manifest.plan.batch, np.int32)
         self.seconds = 0.0
         self._bindings: dict[tuple[int, int], tuple[Binding, Any]] = {}
+        self._warm()
 
     def fit(self, count: int) -> int:
         return count
@@ -163,6 +180,18 @@ class FusedEngine:
         rows: Array = self._cache[:, :, row, :, : self.lengths[row]].copy()
         return rows
 
+    def end_profile(self) -> Path:
+        """Write the time of every operator so far (JSON of Chrome's trace format)."""
+        return Path(self._session.end_profiling())
+
+    def _warm(self) -> None:
+        """One call whose rows do not count: the first is slower than those that follow."""
+        binding = self.bind(1, 1 if self._role == "target" else 0)
+        if "token_count" in binding.inputs:
+            binding.inputs["token_count"][:] = 1
+        self.run(binding, 0)
+        self.seconds = 0.0
+
     def _allocate(self, count: int, logit_rows: int) -> tuple[Binding, Any]:
         counted = "nodes" if self._role == "target" else "accepted"
         sizes = {"batch": len(self.lengths), "rows": logit_rows, counted: count}
@@ -185,6 +214,12 @@ def make_cache(manifest: Manifest, role: Role, batch: int | None = None) -> Arra
     spec, rows = manifest.cache(role), batch or manifest.plan.batch
     slots = cache_slots(manifest)
     return np.zeros((spec.layers, 2, rows, spec.heads, slots, spec.size), np.float32)
+
+
+def cache_bytes(manifest: Manifest, role: Role, batch: int | None = None) -> int:
+    """Bytes of the cache that :func:`make_cache` makes."""
+    spec, rows = manifest.cache(role), batch or manifest.plan.batch
+    return 4 * spec.layers * 2 * rows * spec.heads * cache_slots(manifest) * spec.size
 
 
 def cache_slots(manifest: Manifest) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 
 from pspec.errors import RequestError
 from pspec.runtime.bundle import Bundle, check_hashes, open_bundle
+from pspec.runtime.calibration import find_curve
 from pspec.runtime.decode import Block, Decoding, Stats, TreeSettings
 from pspec.runtime.detokenizer import Detokenizer
 from pspec.runtime.drafter import Drafter, ParallelDrafter
@@ -25,7 +26,9 @@ from pspec.runtime.engine import Engine
 from pspec.runtime.engines import open_engine
 from pspec.runtime.lookup import PromptLookup
 from pspec.runtime.manifest import Role
+from pspec.runtime.node_choice import AutoNodes, NodeBudget
 from pspec.runtime.request import DraftMode, GenerationConfig, prompt_items, token_ids, whole
+from pspec.runtime.round_cost import RoundCost
 from pspec.runtime.stop import FinishReason, StopText
 from pspec.runtime.target import Target
 from pspec.runtime.text import Text
@@ -108,6 +111,7 @@ class Generator:
         self.text = Text.open(bundle.folder)
         self.engine = engine
         self._engines: dict[Role, Engine] = {}
+        self._budgets: dict[str, AutoNodes] = {}
         self._target = Target(self._open("target"), bundle.manifest.plan)
 
     @classmethod
@@ -182,13 +186,15 @@ class Generator:
                 f"the bundle was exported for batches of {manifest.plan.batch}: generation takes "
                 "--batch 1 so far"
             )
-        nodes = manifest.plan.nodes if config.nodes is None else config.nodes
+        nodes = config.nodes if isinstance(config.nodes, int) else manifest.plan.nodes
         if not 1 <= nodes <= manifest.plan.nodes:
             raise RequestError(f"nodes {nodes} is not in 1..{manifest.plan.nodes}, the bundle's")
+        drafter = drafter or self._drafter("off" if nodes == 1 else config.draft)
+        budget = self._auto_nodes(drafter) if config.nodes == "auto" else NodeBudget()
         return Decoding(
             self._target,
-            drafter or self._drafter("off" if nodes == 1 else config.draft),
-            TreeSettings(nodes),
+            drafter,
+            TreeSettings(nodes, budget=budget),
             self._eos(config),
             manifest.target.vocab_size,
         )
@@ -252,6 +258,16 @@ class Generator:
         if spec is None:
             raise RequestError("the bundle has no drafter: use --draft lookup, off or auto")
         return ParallelDrafter(self._open("drafter"), spec, plan)
+
+    def _auto_nodes(self, drafter: Drafter | None) -> NodeBudget:
+        """The budget of a kind of drafts; what it learnt in earlier requests stays with it."""
+        name = drafter.name if drafter is not None else "off"
+        if name not in self._budgets:
+            engine, nodes = self._target.engine, self.bundle.manifest.plan.nodes
+            curve = find_curve(self.bundle, engine.name, self._threads)
+            sizes = sorted({1, *(engine.fit(count) for count in range(1, nodes + 1))})
+            self._budgets[name] = AutoNodes(sizes, RoundCost(curve, name, sizes))
+        return self._budgets[name]
 
     def _open(self, role: Role) -> Engine:
         if role not in self._engines:

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 from pspec.runtime.tree import Proposal
 
+_COUNTED = 16
+"""Tokens of a match that are counted: longer ones are all alike."""
+
 
 class PromptLookup:
     """A :class:`~pspec.runtime.drafter.Drafter` over the sequence's own tokens."""
@@ -43,8 +46,16 @@ class PromptLookup:
             if earlier:
                 found = self._ids[earlier : earlier + self.slots]
                 ids = np.asarray(found, np.int32)[:, None]
-                return Proposal(ids, np.zeros(ids.shape, np.float32))
+                zeros = np.zeros(ids.shape, np.float32)
+                return Proposal(ids, zeros, self._match(earlier, size))
         return None
+
+    def _match(self, earlier: int, size: int) -> int:
+        """Tokens before ``earlier`` that are also the last ones; ``size`` of them are known to."""
+        ids = self._ids
+        while size < min(_COUNTED, earlier) and ids[earlier - 1 - size] == ids[-1 - size]:
+            size += 1
+        return size
 
     def truncate(self, tokens: int) -> None:
         kept = self._ids[:tokens]

@@ -25,7 +25,8 @@ class GenerationConfig:
         eos_token_id: ids that end the answer instead of the bundle's own; empty means none. One
             id stands for itself.
         draft: the bundle's drafter, prompt lookup, none, or the best the bundle has.
-        nodes: tree nodes, node 0 included; None takes the bundle's number.
+        nodes: tree nodes, node 0 included; None takes the bundle's number, ``auto`` what pays on a
+            device that was calibrated, round by round.
 
     Raises:
         RequestError: for a value no bundle could serve.
@@ -36,14 +37,14 @@ class GenerationConfig:
     stop_strings: tuple[str, ...] = ()
     eos_token_id: tuple[int, ...] | None = None
     draft: DraftMode = "auto"
-    nodes: int | None = None
+    nodes: int | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         modes = get_args(DraftMode)
         if self.draft not in modes:
             raise RequestError(f"draft is {shown(self.draft)}, expected one of {', '.join(modes)}")
         self._set("max_new_tokens", whole("max_new_tokens", self.max_new_tokens, 0))
-        if self.nodes is not None:
+        if self.nodes is not None and not (isinstance(self.nodes, str) and self.nodes == "auto"):
             self._set("nodes", whole("nodes", self.nodes, 1))
         self._set("temperature", _temperature(self.temperature))
         self._set("stop_strings", _stop_strings(self.stop_strings))

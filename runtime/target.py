@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,7 @@ class Target:
             and the token that follows the chunk's last one.
         """
         done = 0
-        for size in chunk_sizes(len(ids), self.plan):
+        for size in chunk_sizes(len(ids), self.plan, self.engine.fit):
             part = ids[done : done + size]
             binding = self._bind(size, 1)
             inputs, count = binding.inputs, len(part)
@@ -92,10 +92,15 @@ _FIXED_COST = 8
 """What a call costs beside its rows, in rows: weights stream past once, however many rows."""
 
 
-def chunk_sizes(tokens: int, plan: ShapePlan) -> list[int]:
-    """Shapes that carry a prompt: whole chunks, then the tail in verify-sized pieces or one chunk.
+def chunk_sizes(tokens: int, plan: ShapePlan, fit: Callable[[int], int]) -> list[int]:
+    """Shapes that carry a prompt: whole chunks, then the tail in verify-sized pieces or in one.
 
     The tail takes what is cheaper, so that 20 tokens do not cost a chunk of 256.
+
+    Args:
+        tokens: of the prompt.
+        plan: chunk and verify sizes.
+        fit: the smallest shape of the engine for a number of rows.
     """
     sizes = [plan.chunk] * (tokens // plan.chunk)
     tail = tokens % plan.chunk
@@ -103,4 +108,5 @@ def chunk_sizes(tokens: int, plan: ShapePlan) -> list[int]:
         return sizes
     pieces = [plan.nodes] * -(-tail // plan.nodes)
     cost = sum(_FIXED_COST + size for size in pieces)
-    return sizes + (pieces if cost < _FIXED_COST + plan.chunk else [plan.chunk])
+    whole = fit(tail)
+    return sizes + (pieces if cost < _FIXED_COST + whole else [whole])

@@ -24,10 +24,13 @@ class Proposal:
     Attributes:
         ids: ``[k, m]`` int32 token ids.
         logprobs: ``[k, m]`` float32, descending along m.
+        match: how many tokens before it a continuation found in the text shares with that text;
+            0 for a model's.
     """
 
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
+    match: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,13 @@ class Tree:
     def depth(self) -> int:
         """Depth of the deepest node."""
         return max(self.depths)
+
+    def first(self, nodes: int) -> Tree:
+        """The first ``nodes`` nodes: a tree again, because parents precede children."""
+        if nodes >= len(self):
+            return self
+        lists = (self.tokens, self.parents, self.depths, self.ranks)
+        return Tree(*(values[:nodes] for values in lists))
 
 
 def root_only(token: int) -> Tree:

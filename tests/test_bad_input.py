@@ -505,7 +505,7 @@ def test_bad_command(arguments: tuple[str, ...], name: str) -> None:
 EXPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "precision": (("--precision", "fp8"), ("--precision fp8", "fp32")),
     "platform": (("--platform", "toaster"), ("--platform toaster", "generic")),
-    "engine": (("--engine", "frob"), ("'frob'", "auto, onnxruntime, none")),
+    "engine": (("--engine", "frob"), ("'frob'", "auto, onnxruntime, standard, none")),
     "context too long": (("--max-context", "257"), ("--max-context 257", "2..256")),
     "context too short": (("--max-context", "1"), ("--max-context 1", "2..256")),
     "no nodes": (("--nodes", "0"), ("--nodes 0", "1..256")),
@@ -942,7 +942,7 @@ def test_another_export_does_not_resume(llama_bundle: TinyBundle, tmp_path: Path
         export_bundle(replace_context(first, 48), watcher)
 
     assert not watcher.notes
-    assert watcher.stages[:2] == ["load", "weights"]
+    assert watcher.stages[:3] == ["load", "text", "weights"]
     assert not list(tmp_path.rglob("stale.onnx"))
 
 
@@ -982,7 +982,7 @@ def test_damaged_weights_are_not_resumed(
     export_bundle(request, watcher)
 
     assert not watcher.notes
-    assert watcher.stages[:2] == ["load", "weights"]
+    assert watcher.stages[:3] == ["load", "text", "weights"]
     assert contents(request.output) == contents(llama_bundle.folder)
 
 

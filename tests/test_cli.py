@@ -411,7 +411,7 @@ def test_a_graph_that_does_not_fit_the_manifest_is_not_run(
         change(graph)
     seal(bundle)
 
-    done = call("generate", bundle, "--prompt", "x")
+    done = call("generate", bundle, "--prompt", "x", "--engine", "standard")
     done.refused("target.symbolic.onnx does not fit the manifest", "put")
 
 
@@ -424,7 +424,7 @@ def test_a_graph_that_fails_when_it_runs_is_one_line(
         mask.type.tensor_type.shape.dim[1].dim_value = 7
     seal(bundle)
 
-    done = call("generate", bundle, "--prompt", "x")
+    done = call("generate", bundle, "--prompt", "x", "--engine", "standard")
     done.refused("onnxruntime cannot run target.symbolic.onnx", "tree_mask")
 
 

@@ -76,3 +76,20 @@ def test_a_new_sequence_remembers_nothing() -> None:
     lookup.start(1)
     lookup.observe([2], None)
     assert proposed(lookup) is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "match"),
+    [
+        ([1, 2, 1], 1),
+        ([5, 1, 2, 8, 3, 6, 1, 2], 2),
+        ([9, 1, 2, 3, 4, 5, 7, 6, 1, 2, 3, 4, 5], 5),  # longer than what is looked up
+        ([1, 2, 3, 4, 7, 1, 2, 3, 4], 4),  # from the first token on
+        ([7, 7, 7, 7], 3),  # an occurrence may overlap the end
+        ([*range(30), *range(30)], 16),  # counted so far
+    ],
+)
+def test_the_length_of_a_match_is_told(tokens: list[int], match: int) -> None:
+    proposal = begun(tokens).propose()
+    assert proposal is not None
+    assert proposal.match == match

@@ -215,9 +215,13 @@ def plan_of(nodes: int, chunk: int) -> ShapePlan:
     return ShapePlan(batch=1, nodes=nodes, accepted=5, chunk=chunk, buckets=(1024,))
 
 
+def fit_exactly(count: int) -> int:
+    return count
+
+
 @given(st.integers(0, 1000), st.integers(1, 256), st.sampled_from([16, 64, 256]))
 def test_chunks_cover_a_prompt(tokens: int, nodes: int, chunk: int) -> None:
-    sizes = chunk_sizes(tokens, plan_of(nodes, chunk))
+    sizes = chunk_sizes(tokens, plan_of(nodes, chunk), lambda _: chunk)
     assert set(sizes) <= {nodes, chunk}
     assert sum(sizes) >= tokens
     assert sum(sizes[:-1]) < max(tokens, 1)  # no call is empty
@@ -227,8 +231,18 @@ def test_chunks_cover_a_prompt(tokens: int, nodes: int, chunk: int) -> None:
 
 
 def test_a_short_prompt_does_not_cost_a_long_chunk() -> None:
-    assert sum(chunk_sizes(20, plan_of(8, 256))) == 24
-    assert sum(chunk_sizes(256 + 20, plan_of(8, 256))) == 256 + 24
-    assert chunk_sizes(250, plan_of(8, 256)) == [256]
-    assert chunk_sizes(20, plan_of(128, 64)) == [64]
-    assert chunk_sizes(0, plan_of(8, 64)) == []
+    def fit_chunk(_: int) -> int:
+        return 256
+
+    assert sum(chunk_sizes(20, plan_of(8, 256), fit_chunk)) == 24
+    assert sum(chunk_sizes(256 + 20, plan_of(8, 256), fit_chunk)) == 256 + 24
+    assert chunk_sizes(250, plan_of(8, 256), fit_chunk) == [256]
+    assert chunk_sizes(20, plan_of(128, 64), lambda _: 64) == [64]
+    assert chunk_sizes(0, plan_of(8, 64), fit_chunk) == []
+
+
+@given(st.integers(0, 1000), st.integers(1, 256), st.sampled_from([16, 64, 256]))
+def test_an_engine_of_any_shape_pads_nothing(tokens: int, nodes: int, chunk: int) -> None:
+    sizes = chunk_sizes(tokens, plan_of(nodes, chunk), fit_exactly)
+    assert sum(sizes) == tokens
+    assert len(sizes) == -(-tokens // chunk)

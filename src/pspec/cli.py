@@ -15,6 +15,7 @@ from pspec.cli_run import export_imports, run
 from pspec.errors import PspecError
 
 if TYPE_CHECKING:
+    from pspec.runtime.calibration import Curve
     from pspec.runtime.generate import Chunk, Generation
 
 BUNDLE = click.argument("bundle", type=click.Path(path_type=Path))
@@ -22,6 +23,24 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON o
 ENGINE = click.option("--engine", default="auto", show_default=True, help="Engine to run on.")
 THREADS = click.option(
     "--threads", type=click.IntRange(1, 1024), help="CPU threads; one a core if unset."
+)
+
+
+def _nodes(context: click.Context, option: click.Parameter, value: str | None) -> int | str | None:
+    """A number of tree nodes, ``auto``, or what is the default."""
+    if value is None or value == "auto":
+        return value
+    if not value.isdecimal() or int(value) < 1:
+        raise click.UsageError(f"--nodes {value}: expected a number of 1 or more, or auto")
+    return int(value)
+
+
+NODES = click.option(
+    "--nodes",
+    metavar="N|auto",
+    callback=_nodes,
+    help="Tree nodes a round; auto: what pays on this device (see pspec calibrate). "
+    "The bundle's number if unset.",
 )
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -149,7 +168,7 @@ def verify(bundle: Path, engine: str | None) -> None:
     show_default=True,
     help="Where drafted tokens come from.",
 )
-@click.option("--nodes", type=int, help="Tree nodes a round; the bundle's number if unset.")
+@NODES
 @AS_JSON
 def generate(
     bundle: Path,
@@ -169,8 +188,6 @@ def generate(
     from pspec.runtime.generate import GenerationConfig, Generator
 
     text = _prompt_text(prompt, prompt_file)
-    if settings["nodes"] is not None and settings["nodes"] < 1:
-        raise click.UsageError(f"--nodes {settings['nodes']}: expected 1 or more")
     config = GenerationConfig(stop_strings=stops, **settings)
     generator = Generator.open(bundle, engine=engine, threads=threads)
     request = text if raw else [{"role": "user", "content": text}]
@@ -187,14 +204,15 @@ def generate(
 @click.option("--max-new-tokens", default=512, show_default=True)
 @ENGINE
 @THREADS
+@NODES
 def chat(
-    bundle: Path, system: str | None, max_new_tokens: int, engine: str, threads: int | None
+    bundle: Path, system: str | None, engine: str, threads: int | None, **settings: Any
 ) -> None:
     """Talk to BUNDLE; an empty line or Ctrl-D ends, /reset starts over."""
     from pspec.runtime.generate import GenerationConfig, Generator
 
     generator = Generator.open(bundle, engine=engine, threads=threads)
-    config = GenerationConfig(max_new_tokens=max_new_tokens)
+    config = GenerationConfig(**settings)
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     while line := _read_line():
@@ -204,6 +222,35 @@ def chat(
         messages.append({"role": "user", "content": line})
         answer = _echo(generator.stream_generate(messages, config)).text
         messages.append({"role": "assistant", "content": answer})
+
+
+@app.command(name="calibrate", short_help="Measure what a bundle costs on this device.")
+@BUNDLE
+@ENGINE
+@THREADS
+@click.option(
+    "--repeats", type=click.IntRange(1), default=10, show_default=True, help="Timed sweeps."
+)
+@AS_JSON
+def calibrate_bundle(bundle: Path, as_json: bool, **options: Any) -> None:
+    """Measure what BUNDLE's calls cost on this device, for --nodes auto, and keep it in BUNDLE.
+
+    Draft and verify calls by tree size and cache length, and the host's part of a round.
+    """
+    from pspec.calibrate.store import NO_PICTURE, calibrate
+    from pspec.progress import Watcher
+    from pspec.show import Progress, show_calibration
+
+    if as_json:
+        curve, files = calibrate(bundle, **options, watcher=Watcher())
+        click.echo(_calibration_json(curve, files))
+        return
+    with Progress() as progress:
+        curve, files = calibrate(bundle, **options, watcher=progress)
+    show_calibration(curve)
+    click.echo("\n".join(map(str, files)))
+    if not any(file.suffix == ".png" for file in files):
+        click.echo(NO_PICTURE)
 
 
 @app.command()
@@ -302,6 +349,13 @@ def _stats_line(result: Generation) -> str:
         speed = tokens_per_second(result.stats)
         facts += [f"tau {result.stats.tau:.2f}", f"{speed:.1f} tokens/s without prefill"]
     return ", ".join([*facts, result.engine])
+
+
+def _calibration_json(curve: Curve, files: list[Path]) -> str:
+    import msgspec
+
+    value = {"device": curve.device.key, "files": [str(file) for file in files], "curve": curve}
+    return msgspec.json.encode(value).decode()
 
 
 def _need_drafter(path: Path) -> None:

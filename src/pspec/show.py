@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pspec.export.request import ExportRequest
     from pspec.models.checkpoint import LoadedTarget
     from pspec.models.drafter import Drafter
+    from pspec.runtime.calibration import Curve
     from pspec.runtime.decode import Stats
 
 console = Console(markup=False)  # names may hold brackets
@@ -113,6 +114,22 @@ def show_parity(folder: Path) -> None:
             str(row["near_ties"]),
         )
     console.print(table)
+
+
+def show_calibration(curve: Curve) -> None:
+    """What calls cost on a device."""
+    from pspec.calibrate.store import table_rows, widest_spread
+
+    console.print(curve.device.key, soft_wrap=True, highlight=False)
+    table = Table(title="median ms by cached rows/smallest bucket for them", title_justify="left")
+    header, *rows = table_rows(curve, lambda time: f"{time.ms:.2f}")
+    for place, title in enumerate(header):
+        table.add_column(title, justify="right" if place else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    spread = f"quartiles are at most {widest_spread(curve):.0%} of the median apart"
+    console.print(f"{curve.repeats} sweeps; {spread}", soft_wrap=True, highlight=False)
 
 
 def show_bundle(folder: Path, as_json: bool) -> None:
