@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pspec.errors import RequestError
 from pspec.runtime.bundle import Bundle
-from pspec.runtime.fused import FusedEngine
+from pspec.runtime.engines import open_fused
 from pspec.runtime.stop import FinishReason
 
 MAX_ROWS = 64
@@ -64,7 +64,7 @@ class BatchDecoder:
     """Several rows over one fused engine.
 
     Args:
-        bundle: with its engine built; exported for one row.
+        bundle: its engine is built where it is missing.
         rows: sequences at once, 1 to 64.
         threads: None takes one a core.
 
@@ -76,7 +76,7 @@ class BatchDecoder:
     def __init__(self, bundle: Bundle, rows: int, threads: int | None = None) -> None:
         if not 1 <= rows <= MAX_ROWS:
             raise RequestError(f"rows is {rows}, expected 1 to {MAX_ROWS}")
-        self.engine = FusedEngine(bundle, "target", threads, batch=rows)
+        self.engine = open_fused(bundle, "target", threads, rows)
         self._plan = bundle.manifest.plan
         self._vocab = bundle.manifest.target.vocab_size
         self._rows = rows

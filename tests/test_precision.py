@@ -72,7 +72,8 @@ def make_lossless(family: str, folder: Path, **overrides: Any) -> tuple[PreTrain
     for module in model.modules():
         if isinstance(module, nn.Linear):
             rows = len(module.weight)
-            sizes = 0.1 * torch.exp(torch.linspace(-2, 2, rows))[torch.randperm(rows, generator=generator)]
+            order = torch.randperm(rows, generator=generator)
+            sizes = 0.1 * torch.exp(torch.linspace(-2, 2, rows))[order]
             signs = torch.randn(module.weight.shape, generator=generator).sign()
             module.weight.copy_(signs * sizes[:, None])
     model.save_pretrained(folder)
@@ -242,9 +243,10 @@ def test_the_target_is_the_model_of_its_stored_weights(
     generator = Generator(open_bundle(bundle), engine="standard")
     ids = IDS[0, :9].tolist()
     for draft in ("off", "lookup"):
-        config = GenerationConfig(max_new_tokens=30, eos_token_id=(), draft=draft)  # type: ignore[arg-type]
+        config = GenerationConfig(max_new_tokens=30, eos_token_id=(), draft=draft)
         again = generator.generate(ids, config).token_ids
-        greedy = model.generate(
+        generate: Any = model.generate
+        greedy = generate(
             torch.tensor([ids]), max_new_tokens=30, do_sample=False, eos_token_id=None
         )
         assert again == greedy[0, 9:].tolist()
@@ -668,7 +670,8 @@ def test_a_sure_target_writes_its_own_greedy_answer(opening: list[int], tmp_path
 
     ids = write_text(load_target(str(target)).decoder, opening, rows=3, length=30, seed=0)
 
-    greedy = model.generate(
+    generate: Any = model.generate
+    greedy = generate(
         torch.tensor([opening]),
         max_new_tokens=30 - len(opening),
         do_sample=False,
