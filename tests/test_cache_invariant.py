@@ -26,6 +26,7 @@ from pspec.models.graph import GraphModel, run_graph
 from pspec.runtime.bundle import open_bundle
 from pspec.runtime.decode import Decoding
 from pspec.runtime.drafter import ParallelDrafter
+from pspec.runtime.engines import ENGINES
 from pspec.runtime.generate import GenerationConfig, Generator
 from pspec.runtime.lookup import PromptLookup
 from pspec.runtime.tree import Proposal
@@ -154,9 +155,11 @@ def plain_ids(generator: Generator, prompt: list[int], count: int) -> list[int]:
     return decoding.ids
 
 
-def run_rounds(bundle: TinyBundle, prompt: list[int], count: int, seed: int) -> list[str]:
+def run_rounds(
+    bundle: TinyBundle, prompt: list[int], count: int, seed: int, engine: str
+) -> list[str]:
     """Decode with random rounds, then compare every snapshot; returns the kinds of rounds."""
-    generator = Generator(open_bundle(bundle.folder))
+    generator = Generator(open_bundle(bundle.folder), engine=engine)
     answer = plain_ids(generator, prompt, count)
     own = generator.decode(GenerationConfig(draft="bundle")).drafter
     assert isinstance(own, ParallelDrafter)
@@ -207,13 +210,15 @@ def unshifted(tmp_path_factory: pytest.TempPathFactory) -> TinyBundle:
 
 
 @pytest.mark.slow
-def test_hundreds_of_rounds_across_cache_buckets(wide_llama: TinyBundle) -> None:
-    kinds = run_rounds(wide_llama, [5, 6, 7, 8, 9], 590, seed=0)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_hundreds_of_rounds_across_cache_buckets(wide_llama: TinyBundle, engine: str) -> None:
+    kinds = run_rounds(wide_llama, [5, 6, 7, 8, 9], 590, 0, engine)
 
     assert len(kinds) > 200
     assert min(kinds.count(kind) for kind in ("hidden", "plain", "lookup", "own")) > 20
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("length", [1, 2, 40])
 def test_every_family_and_drafter(
@@ -222,7 +227,8 @@ def test_every_family_and_drafter(
     unshifted: TinyBundle,
     seed: int,
     length: int,
+    engine: str,
 ) -> None:
     prompt = [random.Random(length).randrange(3, 300) for _ in range(length)]
     for bundle in (llama_bundle, qwen3_bundle, unshifted):
-        run_rounds(bundle, prompt, 96 - length, seed)
+        run_rounds(bundle, prompt, 96 - length, seed, engine)

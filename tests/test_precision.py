@@ -39,7 +39,7 @@ from pspec.models.decoder import Decoder
 from pspec.models.self_text import find_opening, write_text
 from pspec.progress import Watcher
 from pspec.runtime.bundle import open_bundle
-from pspec.runtime.generate import GenerationConfig, Generator
+from pspec.runtime.generate import DraftMode, GenerationConfig, Generator
 from pspec.runtime.ort import open_session
 from tiny import VOCAB_SIZE, make_hf
 
@@ -72,8 +72,10 @@ def make_lossless(family: str, folder: Path, **overrides: Any) -> tuple[PreTrain
     for module in model.modules():
         if isinstance(module, nn.Linear):
             rows = len(module.weight)
-            order = torch.randperm(rows, generator=generator)
-            sizes = 0.1 * torch.exp(torch.linspace(-2, 2, rows))[order]
+            sizes = (
+                0.1
+                * torch.exp(torch.linspace(-2, 2, rows))[torch.randperm(rows, generator=generator)]
+            )
             signs = torch.randn(module.weight.shape, generator=generator).sign()
             module.weight.copy_(signs * sizes[:, None])
     model.save_pretrained(folder)
@@ -141,6 +143,13 @@ def precision(request: pytest.FixtureRequest) -> str:
 def transformers_logits(model: PreTrainedModel, ids: Array = IDS) -> Array:
     logits: Array = model(torch.from_numpy(ids).long()).logits[0].numpy()
     return logits
+
+
+def greedy(model: Any, ids: list[int], count: int) -> list[int]:
+    """The ids and what transformers says after them."""
+    options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": count}
+    answer: list[int] = model.generate(torch.tensor([ids]), **options)[0].tolist()
+    return answer
 
 
 def plain_session(path: Path) -> onnxruntime.InferenceSession:
@@ -242,14 +251,11 @@ def test_the_target_is_the_model_of_its_stored_weights(
     assert apart(transformers_logits(usual.hf_model), wanted) > 1e-3
     generator = Generator(open_bundle(bundle), engine="standard")
     ids = IDS[0, :9].tolist()
-    for draft in ("off", "lookup"):
+    modes: tuple[DraftMode, ...] = ("off", "lookup")
+    for draft in modes:
         config = GenerationConfig(max_new_tokens=30, eos_token_id=(), draft=draft)
         again = generator.generate(ids, config).token_ids
-        generate: Any = model.generate
-        greedy = generate(
-            torch.tensor([ids]), max_new_tokens=30, do_sample=False, eos_token_id=None
-        )
-        assert again == greedy[0, 9:].tolist()
+        assert again == greedy(model, ids, 30)[9:]
 
 
 # What is stored
@@ -637,12 +643,13 @@ def test_a_drafter_is_quantised_with_its_target(tmp_path: Path) -> None:
     assert all(tensors[name].dtype == "int4" for name in linears)
     assert not [name for name in tensors if "drafter.lm_head" in name or "drafter.embed" in name]
     generator = Generator(open_bundle(bundle.folder), engine="standard")
+    modes: tuple[DraftMode, ...] = ("off", "bundle", "lookup")
     answers = [
         generator.generate(
             IDS[0, :9].tolist(),
             GenerationConfig(max_new_tokens=40, eos_token_id=(), draft=draft),
         )
-        for draft in ("off", "bundle", "lookup")
+        for draft in modes
     ]
     assert answers[0].token_ids == answers[1].token_ids == answers[2].token_ids
     assert answers[1].stats.drafted > 0
@@ -670,15 +677,8 @@ def test_a_sure_target_writes_its_own_greedy_answer(opening: list[int], tmp_path
 
     ids = write_text(load_target(str(target)).decoder, opening, rows=3, length=30, seed=0)
 
-    generate: Any = model.generate
-    greedy = generate(
-        torch.tensor([opening]),
-        max_new_tokens=30 - len(opening),
-        do_sample=False,
-        eos_token_id=None,
-    )
     assert ids.dtype == torch.int32
-    assert ids.tolist() == 3 * greedy.tolist()
+    assert ids.tolist() == 3 * [greedy(model, opening, 30 - len(opening))]
 
 
 def test_text_is_sampled_from_a_seed(tmp_path: Path) -> None:
