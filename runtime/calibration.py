@@ -102,6 +102,8 @@ class Curve(Strict, frozen=True):
         places = sorted((cost.length, cost.nodes) for cost in self.verify)
         if not places or places != [*product(self.lengths, self.nodes)]:
             raise ValueError("verify has gaps: expected every number of nodes at every length")
+        if any(cost.time.ms == 0 for cost in self.verify):
+            raise ValueError("verify holds a call that takes no time")
         if "off" not in {cost.draft for cost in self.host}:
             raise ValueError("host has no entry for draft off")
 

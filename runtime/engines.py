@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pspec.errors import EngineError
 from pspec.progress import Watcher
 from pspec.runtime.bundle import Bundle
 from pspec.runtime.engine import Engine
 from pspec.runtime.manifest import Role
+
+if TYPE_CHECKING:
+    from pspec.runtime.fused import FusedEngine
 
 ENGINES = ("onnxruntime", "standard")
 BUILT = ("onnxruntime",)
@@ -72,11 +76,23 @@ def open_engine(bundle: Bundle, role: Role, name: str, threads: int | None) -> E
         from pspec.runtime.standard import StandardEngine
 
         return StandardEngine(bundle, role, threads)
+    return open_fused(bundle, role, threads)
+
+
+def open_fused(
+    bundle: Bundle, role: Role, threads: int | None, batch: int | None = None
+) -> FusedEngine:
+    """Open the fused engine, with ``batch`` rows instead of the bundle's; built where missing.
+
+    Raises:
+        EngineError: when it can't be built or run here, with what would help.
+    """
+    need_onnxruntime()
     from pspec.runtime.fused import FusedEngine, engine_folder
 
     if not engine_folder(bundle).exists():
         build_engine(bundle)
-    return FusedEngine(bundle, role, threads)
+    return FusedEngine(bundle, role, threads, batch=batch)
 
 
 def is_current(bundle: Bundle) -> bool:

@@ -8,6 +8,7 @@ stand behind the ones that count; committing an accepted path only closes its ga
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,9 @@ def read_sidecar(bundle: Bundle) -> Sidecar:
     return sidecar
 
 
+_Buffers = tuple[dict[str, Array], dict[str, Array]]
+
+
 class FusedEngine:
     """:class:`~pspec.runtime.engine.Engine` over one role's fused graph.
 
@@ -119,21 +123,28 @@ class FusedEngine:
         bundle: with the engine in it.
         role: target or drafter.
         threads: None takes one a core.
+        batch: rows of the cache; the bundle's number by default.
         profile: where :meth:`end_profile` begins the name of its file; None measures nothing.
     """
 
     name = "onnxruntime"
 
     def __init__(
-        self, bundle: Bundle, role: Role, threads: int | None, profile: Path | None = None
+        self,
+        bundle: Bundle,
+        role: Role,
+        threads: int | None,
+        *,
+        batch: int | None = None,
+        profile: Path | None = None,
     ) -> None:
         manifest = bundle.manifest
         self._graph = read_sidecar(bundle).graphs[role]
         self._role = role
         self._context = manifest.plan.max_context
         check_memory(
-            self._graph.packed_bytes + cache_bytes(manifest, role) + _OVERHEAD,
-            f"the {role} with {self._context} tokens of context",
+            self._graph.packed_bytes + cache_bytes(manifest, role, batch) + _OVERHEAD,
+            f"the {role} with {batch or manifest.plan.batch} x {self._context} tokens of context",
             "close something, or export with --precision int4 or a smaller --max-context",
         )
         path = engine_folder(bundle) / self._graph.file
@@ -141,29 +152,37 @@ class FusedEngine:
         inputs = [spec.name for spec in self._graph.inputs]
         outputs = [spec.name for spec in self._graph.outputs]
         check_names(self._session, self._graph.file, inputs, outputs)
-        self._cache = make_cache(manifest, role)
-        self.lengths = np.zeros(manifest.plan.batch, np.int32)
+        self._cache = make_cache(manifest, role, batch)
+        self.lengths = np.zeros(self._cache.shape[2], np.int32)
         self.seconds = 0.0
-        self._bindings: dict[tuple[int, int], tuple[Binding, Any]] = {}
+        self._bindings: dict[tuple[int, int, range], _Bound] = {}
+        self._arrays: dict[tuple[int, int, int], _Buffers] = {}
         self._warm()
 
     def fit(self, count: int) -> int:
         return count
 
     def bind(self, count: int, logit_rows: int = 0) -> Binding:
-        key = (count, logit_rows)
+        return self.bind_rows(count, logit_rows, range(len(self.lengths)))
+
+    def bind_rows(self, count: int, logit_rows: int, rows: range) -> Binding:
+        """Buffers for some neighbouring rows of the batch, which run without the others.
+
+        ONNX Runtime's attention takes several rows of one token each, or one row of several.
+        """
+        key = (count, logit_rows, rows)
         if key not in self._bindings:
-            self._bindings[key] = self._allocate(count, logit_rows)
-        return self._bindings[key][0]
+            self._bindings[key] = self._allocate(count, logit_rows, rows)
+        return self._bindings[key]
 
     def run(self, binding: Binding, adds: int) -> None:
-        needed = int(self.lengths.max()) + adds
+        assert isinstance(binding, _Bound)
+        lengths = self.lengths[binding.rows.start : binding.rows.stop]
+        needed = int(lengths.max()) + adds
         if needed > self._context:
             raise RequestError(f"{needed} cache rows do not fit the context of {self._context}")
-        rows = binding.inputs["logit_rows"].shape[1] if "logit_rows" in binding.inputs else 0
-        binding.inputs["cache_length"][:] = self.lengths
-        io = self._bindings[binding.count, rows][1]
-        self.seconds += run_bound(self._session, io, self._graph.file)
+        binding.inputs["cache_length"][:] = lengths
+        self.seconds += run_bound(self._session, binding.io, self._graph.file)
 
     def commit(self, row: int, nodes: Sequence[int]) -> None:
         start = int(self.lengths[row])
@@ -184,25 +203,53 @@ class FusedEngine:
         """Write the time of every operator so far (JSON of Chrome's trace format)."""
         return Path(self._session.end_profiling())
 
+    def move(self, source: int, row: int) -> None:
+        """Put the sequence of batch row ``source`` in the place of ``row``."""
+        length = self.lengths[row] = self.lengths[source]
+        self._cache[:, :, row, :, :length] = self._cache[:, :, source, :, :length]
+        self.lengths[source] = 0
+
     def _warm(self) -> None:
         """One call whose rows do not count: the first is slower than those that follow."""
-        binding = self.bind(1, 1 if self._role == "target" else 0)
+        binding = self.bind_rows(1, 1 if self._role == "target" else 0, range(1))
         if "token_count" in binding.inputs:
             binding.inputs["token_count"][:] = 1
         self.run(binding, 0)
         self.seconds = 0.0
 
-    def _allocate(self, count: int, logit_rows: int) -> tuple[Binding, Any]:
-        counted = "nodes" if self._role == "target" else "accepted"
-        sizes = {"batch": len(self.lengths), "rows": logit_rows, counted: count}
-        inputs = allocate(self._graph.inputs, sizes)
-        outputs = allocate(self._graph.outputs, sizes)
+    def _allocate(self, count: int, logit_rows: int, rows: range) -> _Bound:
+        inputs, outputs = (
+            {name: array[: len(rows)] for name, array in part.items()}
+            for part in self._buffers(count, logit_rows, len(rows))
+        )
+        cache = self._cache[:, :, rows.start : rows.stop]
         io = bind(
             self._session,
-            {**inputs, **per_layer("past", self._cache)},
-            {**outputs, **per_layer("present", self._cache)},
+            {**inputs, **per_layer("past", cache)},
+            {**outputs, **per_layer("present", cache)},
         )
-        return Binding(count, inputs, outputs), io
+        return _Bound(count, inputs, outputs, rows, io)
+
+    def _buffers(self, count: int, logit_rows: int, rows: int) -> _Buffers:
+        """Arrays that bindings of one shape share: only one of them runs at a time."""
+        rows = len(self.lengths) if count == 1 else rows
+        key = (count, logit_rows, rows)
+        if key not in self._arrays:
+            counted = "nodes" if self._role == "target" else "accepted"
+            sizes = {"batch": rows, "rows": logit_rows, counted: count}
+            self._arrays[key] = (
+                allocate(self._graph.inputs, sizes),
+                allocate(self._graph.outputs, sizes),
+            )
+        return self._arrays[key]
+
+
+@dataclass(frozen=True)
+class _Bound(Binding):
+    """A binding of some rows, with what ONNX Runtime runs it by."""
+
+    rows: range
+    io: Any
 
 
 def make_cache(manifest: Manifest, role: Role, batch: int | None = None) -> Array:

@@ -8,10 +8,8 @@ its nodes at once. What is verified decides how fast an answer comes and never w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from pspec.runtime.tree import Tree
 
@@ -92,15 +90,11 @@ class AutoNodes(NodeBudget):
     def observe(self, tree: Tree, path: Sequence[int], bonus: int) -> None:
         if tree is not self._offered or self._whole is None or self._about is None:
             return  # no drafts, or no room for any
-        whole, count = self._whole, len(tree)
-        # A call tells of every node whose parent it held: the parent's next token is known.
-        known = np.asarray(whole.parents[1:], np.int32) < count
-        kept = np.zeros(len(whole) - 1, np.bool_)
-        kept[np.asarray(path[1:], np.int32) - 1] = True
-        for node in range(count, len(whole)):
-            if whole.parents[node] == path[-1] and whole.tokens[node] == bonus:
-                kept[node - 1] = True
-        self._about.observe(known, kept)
+        whole = self._whole
+        wanted = dict(zip(path, [*(tree.tokens[node] for node in path[1:]), bonus], strict=True))
+        for node, parent in enumerate(whole.parents):
+            if 0 <= parent < len(tree):  # verified, so its next token is known
+                self._about.observe(node, wanted.get(parent) == whole.tokens[node])
 
     def _decide(self, match: int, length: int, available: int) -> None:
         kind = match.bit_length()  # a match of 12 tokens tells no more than one of 10
@@ -109,12 +103,10 @@ class AutoNodes(NodeBudget):
             self._seen[kind] = Acceptance(self._sizes[-1], chance)
         self._about = self._seen[kind]
         sizes = [*(size for size in self._sizes if size < available), available]
+        tokens, costs = self._about.expected_tokens(available), self._costs.at(length)
         # The last size is padded up to a shape, which is the one at its place in the list.
-        costs = np.asarray(self._costs.at(length)[: len(sizes)])
-        tokens = self._about.expected_tokens()[np.asarray(sizes) - 1]
-        best = int(np.argmax(tokens / costs))
-        losses = costs / costs[best] - tokens / tokens[best]
-        self._size = sizes[self._about.look_up(best, losses)]
+        rates = [tokens[size - 1] / costs[place] for place, size in enumerate(sizes)]
+        self._size = sizes[self._about.place(rates, costs)]
 
 
 class Acceptance:
@@ -122,44 +114,44 @@ class Acceptance:
 
     def __init__(self, nodes: int, chance: float) -> None:
         """Begin with a guess: node i is kept with probability ``chance`` ** i."""
-        self._weight = np.full(nodes - 1, PRIOR_ROUNDS)
-        self._kept = PRIOR_ROUNDS * chance ** np.arange(1, nodes)
-        self._last = np.zeros(nodes - 1, np.int64)
+        self._weight = [PRIOR_ROUNDS] * nodes
+        self._kept = [PRIOR_ROUNDS * chance**node for node in range(nodes)]
+        self._seen = [0] * nodes
         self._round = 0
         self._best, self._since = -1, 0
 
-    def expected_tokens(self) -> NDArray[np.float64]:
-        """Tokens of a round, the bonus included, by number of nodes from 1 on."""
-        return np.cumsum([1.0, *(self._kept / self._weight)])
+    def expected_tokens(self, nodes: int) -> list[float]:
+        """Tokens of a round, the bonus included, by number of nodes from 1 to ``nodes``."""
+        pairs = zip(self._kept[1:nodes], self._weight[1:nodes], strict=True)
+        return list(accumulate((kept / weight for kept, weight in pairs), initial=1.0))
 
-    def observe(self, known: NDArray[np.bool_], kept: NDArray[np.bool_]) -> None:
-        """One round: for each node, whether it was seen at all and whether it was kept.
+    def observe(self, node: int, kept: bool) -> None:
+        """Whether a node was kept, or would have been, in this round.
 
         Evidence ages with the rounds, seen or not, but only fresh evidence moves an estimate: after
         a long time without, a single round says much.
         """
-        seen = np.flatnonzero(known)
-        fade = KEEP ** (self._round - self._last[seen])
-        self._weight[seen] = self._weight[seen] * fade + 1
-        self._kept[seen] = self._kept[seen] * fade + kept[seen]
-        self._last[seen] = self._round
+        fade = KEEP ** (self._round - self._seen[node])
+        self._weight[node] = self._weight[node] * fade + 1
+        self._kept[node] = self._kept[node] * fade + kept
+        self._seen[node] = self._round
 
-    def look_up(self, best: int, losses: NDArray[np.float64]) -> int:
-        """The place of the size to take: ``best``, and now and then a larger one.
+    def place(self, rates: Sequence[float], costs: Sequence[float]) -> int:
+        """The place of the size to take in ``rates``: of the best, and now and then a larger one.
 
         Called once a round. Drafts may have become better meanwhile, and a small tree cannot tell.
-
-        Args:
-            best: place of the size that pays most.
-            losses: by place, what a round is expected to lose to the best one, in rounds of it.
         """
         self._round += 1
+        best = max(range(len(rates)), key=rates.__getitem__)
         if best != self._best:
             self._best, self._since = best, self._round
         waited = self._round - self._since
         if waited < LOOK_AFTER:
             return best
-        place = int(np.flatnonzero(losses <= LOOK_SHARE * waited)[-1])
-        if place > best:
-            self._since = self._round
-        return max(place, best)
+        for place in range(len(rates) - 1, best, -1):
+            # What it is expected to lose to the best, in rounds of it.
+            loss = costs[place] / costs[best] * (1 - rates[place] / rates[best])
+            if loss <= LOOK_SHARE * waited:
+                self._since = self._round
+                return place
+        return best

@@ -26,7 +26,7 @@ from pspec.runtime.tree import Proposal, best_first
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks"
-SCRIPTS = ("lossless", "loop", "export", "cost_curve")
+SCRIPTS = ("lossless", "loop", "export", "cost_curve", "engines", "precision", "batch")
 
 
 def _load(name: str) -> Any:
@@ -44,7 +44,7 @@ sys.path.insert(0, str(FOLDER))
 try:
     helpers = ("_measure", "_modes", "_questions", "_random_llama", "_reference")
     measure, modes, questions, random_llama, reference = map(importlib.import_module, helpers)
-    lossless, loop, export, cost_curve = map(_load, SCRIPTS)
+    lossless, loop, export, cost_curve, engines, precision, batch = map(_load, SCRIPTS)
 finally:
     sys.path.remove(str(FOLDER))
 

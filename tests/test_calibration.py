@@ -59,6 +59,7 @@ def test_a_curve_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 GOOD = made_up_curve(linear, draft_ms=2.0, host=HOST)
 PARTS = msgspec.to_builtins(GOOD)
+FREE = [{**cost, "time": {"ms": 0.0, "low": 0.0, "high": 0.0}} for cost in PARTS["verify"]]
 DAMAGE: dict[str, bytes] = {
     "empty": b"",
     "no JSON": b"{",
@@ -70,6 +71,7 @@ DAMAGE: dict[str, bytes] = {
     "a call that takes less than no time": encoded(
         GOOD, host=[{"draft": "off", "time": {"ms": -1.0, "low": 0.0, "high": 0.0}}]
     ),
+    "a call that takes no time": encoded(made_up_curve(linear), verify=FREE),
     "no nodes": encoded(GOOD, verify=[{**PARTS["verify"][0], "nodes": 0}]),
     "nothing measured": encoded(GOOD, verify=[]),
     "a gap": encoded(GOOD, verify=PARTS["verify"][:-1]),
