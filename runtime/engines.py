@@ -119,7 +119,12 @@ def build_engine(bundle: Bundle, watcher: Watcher | None = None) -> Path:
     Raises:
         EngineError: where they are not installed.
     """
-    (builder,) = entry_points(group="pspec.builders", name="onnxruntime")
+    builder = next(iter(entry_points(group="pspec.builders", name="onnxruntime")), None)
+    if builder is None:  # a checkout on the path, or metadata of an older release
+        raise EngineError(
+            f"{bundle.folder} has no engine yet, and the pspec that runs is not installed, so it "
+            "finds no builder: pip install it, or run the standard graphs with --engine standard"
+        )
     try:
         build = builder.load()
     except ImportError as error:

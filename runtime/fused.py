@@ -1,8 +1,8 @@
 """The ``onnxruntime`` engine: a fused graph whose attention writes the cache where it lies.
 
 Built by ``pspec build BUNDLE --engine onnxruntime`` into ``engines/onnxruntime/``. One session
-serves every number of rows: a call costs what its rows cost, there is nothing to pad. New rows
-stand behind the ones that count; committing an accepted path only closes its gaps.
+serves every number of rows from two up: a call costs what its rows cost. New rows stand behind the
+ones that count; committing an accepted path only closes its gaps.
 """
 
 from __future__ import annotations
@@ -165,7 +165,11 @@ class FusedEngine:
         self._warm()
 
     def fit(self, count: int) -> int:
-        return count
+        # ONNX Runtime computes a lone row by other kernels than several, which agree among each
+        # other to the last bit whatever their number. A second row costs little; and with it plain
+        # and speculative decoding are exactly the same, where rounded inputs would make the two
+        # kernels drift apart.
+        return max(count, 2)
 
     def bind(self, count: int, logit_rows: int = 0) -> Binding:
         key = (count, logit_rows)

@@ -192,8 +192,9 @@ def run_rounds(
 
 @pytest.fixture(scope="module")
 def wide_llama(tmp_path_factory: pytest.TempPathFactory) -> TinyBundle:
-    """Three cache buckets: 256, 512 and 600 slots."""
-    return tiny_bundle(tmp_path_factory.mktemp("wide"), "llama", positions=600, max_context=600)
+    """Three cache buckets: 256, 512 and 600 slots; heads that a fused attention rotates itself."""
+    folder = tmp_path_factory.mktemp("wide")
+    return tiny_bundle(folder, "llama", positions=600, max_context=600, head_dim=16)
 
 
 @pytest.fixture(scope="module")

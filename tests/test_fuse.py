@@ -379,7 +379,7 @@ def product(integers: Array, scales: Array, block: int, bits: int, level: int) -
     kind = TensorProto.INT4 if bits == 4 else TensorProto.INT8
     weight = helper.make_tensor("w", kind, integers.shape, integers.reshape(-1).tolist())
     scale = helper.make_tensor("s", TensorProto.FLOAT, scales.shape, scales.reshape(-1).tolist())
-    attributes = {"axis": 0, "block_size": block} if block else {"axis": 1}
+    attributes: dict[str, Any] = {"axis": 0, "block_size": block} if block else {"axis": 1}
     nodes = [
         helper.make_node("DequantizeLinear", ["w", "s"], ["d"], **attributes),
         helper.make_node("MatMul", ["x", "d"], ["y"], name="layers.0/product"),
