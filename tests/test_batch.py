@@ -394,6 +394,24 @@ def test_buffers_do_not_grow_with_the_rows_that_are_busy(decoder: BatchDecoder) 
     assert all(np.shares_memory(array, steps[0]) for array in steps)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+def test_neighbours_do_not_change_a_bit(
+    precision: str, llama_bundle: TinyBundle, tmp_path: Path
+) -> None:
+    folder = llama_bundle.folder
+    if precision != "fp32":
+        folder = tiny_bundle(tmp_path, precision=precision, min_agreement=0.0).folder
+    rows = 19
+    decoder = BatchDecoder(open_bundle(folder), rows, 2)
+    step = decoder._batch.step
+    tokens = [decoder._batch.prefill(row, make_prompt(row + 1))[0] for row in range(rows)]
+    lengths = decoder.engine.lengths.copy()
+    wanted = step(tokens)[1].copy()
+    for count in range(1, rows):
+        decoder.engine.lengths[:] = lengths
+        np.testing.assert_array_equal(step(tokens[:count])[1], wanted[:count])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"max_context": 3}, {"nodes": 1}, {"batch": 2}])
 def test_odd_bundles(tmp_path: Path, options: dict[str, Any]) -> None:

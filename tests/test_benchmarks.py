@@ -233,6 +233,56 @@ def test_efficiency_is_one_where_only_engine_calls_cost() -> None:
     assert "| oracle | 2 | 5.00 |" in loop.report(results, "title", "foot")
 
 
+def test_batches_are_measured_and_compared(llama_bundle: TinyBundle, tmp_path: Path) -> None:
+    questions = spec_bench(tmp_path / "question.jsonl")
+    arguments = [str(llama_bundle.folder), "--questions", str(questions), "--context", "64"]
+    arguments += ["--rows", "3", "--repeats", "2", "--max-new-tokens", "6", "--limit", "5"]
+    arguments += ["--threads", "1", "--output", str(tmp_path / "out")]
+    done = CliRunner().invoke(batch.main, arguments)
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "out/batch.json").read_bytes())
+    assert [one["rows"] for one in result["results"]] == [1, 3]
+    assert [one["rows"] for one in result["runs"]] == [1, 3, 3, 1]
+    assert all(one["identical"] == result["prompts"] == 5 for one in result["results"])
+    assert result["results"][0]["busy"] == 1.0 < result["results"][1]["busy"] <= 3.0
+    assert result["differences"] == []
+    assert (tmp_path / "out/batch.png").read_bytes().startswith(b"\x89PNG")
+    assert str(tmp_path) not in (tmp_path / "out/batch.md").read_text(encoding="utf-8")
+
+
+def test_differences_between_batches_are_judged_by_their_gap(llama_bundle: TinyBundle) -> None:
+    bundle = open_bundle(llama_bundle.folder)
+    prompt = [5, 6, 7]
+    decoder = batch.BatchDecoder(bundle, 1, 1)
+    single = batch.measure(decoder, [prompt] * 3, 4)
+    token = single.answers[0][1]
+    other = replace(
+        single,
+        rows=2,
+        answers=(
+            single.answers[0],
+            (single.answers[0][0], token + 1, *single.answers[0][2:]),
+            single.answers[0][:2],
+        ),
+    )
+    scores = batch.Scores(bundle, 1)
+    changed, cut = batch.differences(other, single, [prompt] * 3, scores)
+    assert (changed.prompt, changed.place) == (1, 1)
+    assert changed.gap == pytest.approx(scores.gap([*prompt, single.answers[0][0]], [token + 1]))
+    assert changed.gap > batch.NEAR_TIE
+    assert scores.gap([*prompt, single.answers[0][0]], [token]) == 0.0
+    assert (cut.prompt, cut.place, cut.gap) == (2, 2, None)
+    tie = batch.Difference(2, 1, 1, 5e-5)
+    _, worst = batch.summarise([single, other], [[], [changed, tie, cut]])
+    assert (worst.identical, worst.near_ties, worst.different) == (0, 1, 2)
+    text = batch.report([worst], [changed, cut], "title", "foot")
+    assert "prompt 1, 2 rows: differs after 1 tokens, gap" in text
+    assert "one just ends" in text
+    with pytest.raises(ConfigError, match="no prompt fits 2 tokens"):
+        batch.prompts_of(bundle, None, 64, 2)
+    assert len(batch.PROMPTS) == len(set(batch.PROMPTS)) == 64
+
+
 def test_random_llama_has_the_shape_of_llama_1b(tmp_path: Path) -> None:
     from pspec.models.checkpoint import load_target
 
