@@ -132,7 +132,7 @@ class BatchDecoder:
         self.stats = BatchStats()
         self._batch = _Batch(self.engine, bundle.manifest.plan.chunk)
         self._vocab_size, self._eos = target.vocab_size, target.eos_token_ids
-        self._running: _Run | None = None
+        self._turn = 0
 
     def run(self, requests: Iterable[BatchRequest]) -> Iterator[BatchAnswer]:
         """Yield answers as they finish; those of one step in the order their prompts came.
@@ -146,7 +146,8 @@ class BatchDecoder:
                 not finished is lost. Also when another run was begun meanwhile.
         """
         self.stats = BatchStats()
-        run = self._running = _Run(self, requests)
+        self._turn += 1
+        run = _Run(self, requests)
         for answer in run.answers():
             yield answer
             run.check()
@@ -269,7 +270,7 @@ class _Run:
     """One stream of requests on the rows of a decoder."""
 
     def __init__(self, decoder: BatchDecoder, requests: Iterable[BatchRequest]) -> None:
-        self._decoder = decoder
+        self._decoder, self._turn = decoder, decoder._turn
         self._stats = decoder.stats
         self._waiting = iter(requests)
         self._taken = 0
@@ -281,7 +282,7 @@ class _Run:
         Raises:
             RequestError: another one began.
         """
-        if self._decoder._running is not self:
+        if self._decoder._turn != self._turn:
             raise RequestError("another run took the batch over: finish one at a time")
 
     def answers(self) -> Iterator[BatchAnswer]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -392,6 +394,20 @@ def test_buffers_do_not_grow_with_the_rows_that_are_busy(decoder: BatchDecoder) 
     steps = [binding.outputs["logits"] for binding in decoder._batch._steps.values()]
     assert len(steps) > 1
     assert all(np.shares_memory(array, steps[0]) for array in steps)
+
+
+def test_a_decoder_gives_its_memory_back_at_once(llama_bundle: TinyBundle) -> None:
+    gc.collect()
+    gc.disable()  # it runs by the number of objects, and a cache is one object
+    try:
+        decoder = BatchDecoder(open_bundle(llama_bundle.folder), 3, 1)
+        list(decoder.run(requests_of((3, 4), (5, 9))))
+        next(decoder.run(requests_of((3, 4), (5, 9))))
+        cache = weakref.ref(decoder.engine._cache)
+        del decoder
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int4"])
