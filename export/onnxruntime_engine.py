@@ -22,7 +22,7 @@ from pspec.errors import EngineError
 from pspec.export.fuse import fuse_graph
 from pspec.export.pack import pack_products, set_accuracy
 from pspec.export.tensor_spec import tensor_specs
-from pspec.files import disk_errors, replaced_folder, sha256_file, write_file
+from pspec.files import replaced_folder, sha256_file, write_file
 from pspec.progress import Watcher
 from pspec.runtime.bundle import GRAPH_FOLDER, Bundle
 from pspec.runtime.compare import compare_outputs
@@ -70,7 +70,7 @@ def build_onnxruntime(bundle: Bundle, watcher: Watcher | None = None) -> Path:
     """
     watcher = watcher or Watcher()
     output = engine_folder(bundle)
-    with disk_errors(output), replaced_folder(output) as work:
+    with replaced_folder(output) as work:
         models = dict(_fuse(bundle, work, watcher))
         parity: list[EngineParity] = []
         for role, model in models.items():
