@@ -80,9 +80,13 @@ def open_engine(bundle: Bundle, role: Role, name: str, threads: int | None) -> E
 
 
 def open_fused(
-    bundle: Bundle, role: Role, threads: int | None, batch: int | None = None
+    bundle: Bundle,
+    role: Role,
+    threads: int | None,
+    batch: int | None = None,
+    context: int | None = None,
 ) -> FusedEngine:
-    """Open the fused engine, with ``batch`` rows instead of the bundle's; built where missing.
+    """Open the fused engine, of other rows and context than the bundle's; built where missing.
 
     Raises:
         EngineError: when it can't be built or run here, with what would help.
@@ -92,7 +96,7 @@ def open_fused(
 
     if not engine_folder(bundle).exists():
         build_engine(bundle)
-    return FusedEngine(bundle, role, threads, batch=batch)
+    return FusedEngine(bundle, role, threads, batch=batch, context=context)
 
 
 def is_current(bundle: Bundle) -> bool:

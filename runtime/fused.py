@@ -1,8 +1,8 @@
 """The ``onnxruntime`` engine: a fused graph whose attention writes the cache where it lies.
 
 Built by ``pspec build BUNDLE --engine onnxruntime`` into ``engines/onnxruntime/``. One session
-serves every number of rows: a call costs what its rows cost, there is nothing to pad. New rows
-stand behind the ones that count; committing an accepted path only closes its gaps.
+serves every number of rows from two up: a call costs what its rows cost. New rows stand behind the
+ones that count; committing an accepted path only closes its gaps.
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ class FusedEngine:
         role: target or drafter.
         threads: None takes one a core.
         batch: rows of the cache; the bundle's number by default.
+        context: longest sequence of a row, at most the bundle's, which is the default.
         profile: where :meth:`end_profile` begins the name of its file; None measures nothing.
     """
 
@@ -136,44 +137,63 @@ class FusedEngine:
         threads: int | None,
         *,
         batch: int | None = None,
+        context: int | None = None,
         profile: Path | None = None,
     ) -> None:
         manifest = bundle.manifest
         self._graph = read_sidecar(bundle).graphs[role]
         self._role = role
-        self._context = manifest.plan.max_context
+        self._context = context or manifest.plan.max_context
+        size = self._graph.packed_bytes + cache_bytes(manifest, role, batch, context) + _OVERHEAD
         check_memory(
-            self._graph.packed_bytes + cache_bytes(manifest, role, batch) + _OVERHEAD,
+            size,
             f"the {role} with {batch or manifest.plan.batch} x {self._context} tokens of context",
-            "close something, or export with --precision int4 or a smaller --max-context",
+            "close something, use fewer rows or a shorter context"
+            if batch or context
+            else "close something, or export with --precision int4 or a smaller --max-context",
         )
         path = engine_folder(bundle) / self._graph.file
         self._session = open_session(path, threads, weights=bundle.folder, profile=profile)
         inputs = [spec.name for spec in self._graph.inputs]
         outputs = [spec.name for spec in self._graph.outputs]
         check_names(self._session, self._graph.file, inputs, outputs)
-        self._cache = make_cache(manifest, role, batch)
+        self._cache = make_cache(manifest, role, batch, context)
         self.lengths = np.zeros(self._cache.shape[2], np.int32)
         self.seconds = 0.0
-        self._bindings: dict[tuple[int, int, range], _Bound] = {}
+        self._bindings: dict[tuple[int, int], Binding] = {}
         self._arrays: dict[tuple[int, int, int], _Buffers] = {}
         self._warm()
 
     def fit(self, count: int) -> int:
-        return count
+        # ONNX Runtime computes a lone row by other kernels than several, which agree among each
+        # other to the last bit whatever their number. A second row costs little; and with it plain
+        # and speculative decoding are exactly the same, where rounded inputs would make the two
+        # kernels drift apart.
+        return max(count, 2)
 
     def bind(self, count: int, logit_rows: int = 0) -> Binding:
-        return self.bind_rows(count, logit_rows, range(len(self.lengths)))
+        key = (count, logit_rows)
+        if key not in self._bindings:
+            self._bindings[key] = self.bind_rows(count, logit_rows, range(len(self.lengths)))
+        return self._bindings[key]
 
     def bind_rows(self, count: int, logit_rows: int, rows: range) -> Binding:
         """Buffers for some neighbouring rows of the batch, which run without the others.
 
         ONNX Runtime's attention takes several rows of one token each, or one row of several.
+        A binding is made anew by each call; those of one shape share their buffers.
         """
-        key = (count, logit_rows, rows)
-        if key not in self._bindings:
-            self._bindings[key] = self._allocate(count, logit_rows, rows)
-        return self._bindings[key]
+        inputs, outputs = (
+            {name: array[: len(rows)] for name, array in part.items()}
+            for part in self._buffers(count, logit_rows, len(rows))
+        )
+        cache = self._cache[:, :, rows.start : rows.stop]
+        io = bind(
+            self._session,
+            {**inputs, **per_layer("past", cache)},
+            {**outputs, **per_layer("present", cache)},
+        )
+        return _Bound(count, inputs, outputs, rows, io)
 
     def run(self, binding: Binding, adds: int) -> None:
         assert isinstance(binding, _Bound)
@@ -217,19 +237,6 @@ class FusedEngine:
         self.run(binding, 0)
         self.seconds = 0.0
 
-    def _allocate(self, count: int, logit_rows: int, rows: range) -> _Bound:
-        inputs, outputs = (
-            {name: array[: len(rows)] for name, array in part.items()}
-            for part in self._buffers(count, logit_rows, len(rows))
-        )
-        cache = self._cache[:, :, rows.start : rows.stop]
-        io = bind(
-            self._session,
-            {**inputs, **per_layer("past", cache)},
-            {**outputs, **per_layer("present", cache)},
-        )
-        return _Bound(count, inputs, outputs, rows, io)
-
     def _buffers(self, count: int, logit_rows: int, rows: int) -> _Buffers:
         """Arrays that bindings of one shape share: only one of them runs at a time."""
         rows = len(self.lengths) if count == 1 else rows
@@ -252,25 +259,29 @@ class _Bound(Binding):
     io: Any
 
 
-def make_cache(manifest: Manifest, role: Role, batch: int | None = None) -> Array:
+def make_cache(
+    manifest: Manifest, role: Role, batch: int | None = None, context: int | None = None
+) -> Array:
     """A zeroed cache ``[layers, 2, B, heads, S, D]`` for the longest context and one call more.
 
     Rows are written before it is known which of them will count. Zeros, since a weight of 0 times
     a stray NaN would be NaN; the system hands out pages only as they are written.
     """
     spec, rows = manifest.cache(role), batch or manifest.plan.batch
-    slots = cache_slots(manifest)
+    slots = cache_slots(manifest, context)
     return np.zeros((spec.layers, 2, rows, spec.heads, slots, spec.size), np.float32)
 
 
-def cache_bytes(manifest: Manifest, role: Role, batch: int | None = None) -> int:
+def cache_bytes(
+    manifest: Manifest, role: Role, batch: int | None = None, context: int | None = None
+) -> int:
     """Bytes of the cache that :func:`make_cache` makes."""
     spec, rows = manifest.cache(role), batch or manifest.plan.batch
-    return 4 * spec.layers * 2 * rows * spec.heads * cache_slots(manifest) * spec.size
+    return 4 * spec.layers * 2 * rows * spec.heads * cache_slots(manifest, context) * spec.size
 
 
-def cache_slots(manifest: Manifest) -> int:
+def cache_slots(manifest: Manifest, context: int | None = None) -> int:
     """Rows of a cache: of the longest context, and those that one more call writes behind them."""
     plan = manifest.plan
     masks = manifest.drafter.slots if manifest.drafter else 0
-    return plan.max_context + max(plan.chunk, plan.nodes, plan.accepted) + masks
+    return (context or plan.max_context) + max(plan.chunk, plan.nodes, plan.accepted) + masks

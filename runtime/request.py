@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from pspec.errors import RequestError
 
 DraftMode = Literal["auto", "bundle", "lookup", "off"]
@@ -115,7 +117,7 @@ _PROMPT = (
 
 def _as_int(value: object) -> int | None:
     """Numbers of numpy and torch count, booleans do not."""
-    if isinstance(value, bool):
+    if isinstance(value, bool | np.bool_):  # which older numpy takes for an index
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]

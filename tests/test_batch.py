@@ -1,151 +1,407 @@
-"""Batched plain decoding: every row says what it says alone."""
+"""Rows decoded together say what each says alone, whoever sits beside, before or after them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from bundles import TinyBundle
-from pspec.errors import RequestError
-from pspec.runtime.batch import BatchAnswer, BatchDecoder, BatchRequest
+from bundles import TinyBundle, tiny_bundle
+from pspec.errors import EngineError, RequestError
+from pspec.runtime import memory
+from pspec.runtime.batch import BatchAnswer, BatchDecoder, BatchRequest, draw
 from pspec.runtime.bundle import open_bundle
+from pspec.runtime.fused import cache_bytes
 from pspec.runtime.generate import GenerationConfig, Generator
-from tiny import VOCAB_SIZE
+from test_decode import make_prompt
 
-BUNDLES = ["llama_bundle", "qwen3_bundle"]
-CONTEXT = 96
+ROWS = 4
+NO_END: dict[str, Any] = {"eos": ()}
 
 
-@pytest.fixture(params=BUNDLES)
+@pytest.fixture(scope="module", params=["llama_bundle", "qwen3_bundle"])
 def bundle(request: pytest.FixtureRequest) -> TinyBundle:
-    found: TinyBundle = request.getfixturevalue(request.param)
-    return found
+    result: TinyBundle = request.getfixturevalue(request.param)
+    return result
 
 
-def prompts(count: int, longest: int = 40) -> list[list[int]]:
-    rng = np.random.default_rng(count)
+@pytest.fixture(scope="module")
+def generator(bundle: TinyBundle) -> Generator:
+    return Generator(open_bundle(bundle.folder), threads=1)
+
+
+@pytest.fixture(scope="module")
+def decoder(bundle: TinyBundle) -> BatchDecoder:
+    return BatchDecoder(open_bundle(bundle.folder), ROWS, threads=1)
+
+
+def alone(generator: Generator, request: BatchRequest) -> tuple[list[int], str]:
+    """What plain decoding of one sequence says to a request."""
+    end = None if request.eos is None else tuple(request.eos)
+    config = GenerationConfig(max_new_tokens=request.max_new_tokens, eos_token_id=end, draft="off")
+    decoding = generator.decode(config)
+    prompt = list(request.prompt)
+    blocks = list(decoding.run(prompt, request.max_new_tokens))
+    return decoding.ids[len(prompt) :], blocks[-1].finish_reason or "" if blocks else "length"
+
+
+def together(
+    decoder: BatchDecoder, requests: Iterable[BatchRequest]
+) -> dict[Any, tuple[list[int], str]]:
+    """Answers by id."""
+    return {answer.id: (answer.token_ids, answer.finish_reason) for answer in decoder.run(requests)}
+
+
+def spoil(decoder: BatchDecoder) -> None:
+    """Fill every slot of the cache with what must never be read."""
+    decoder.engine._cache[:] = np.nan
+
+
+def requests_of(lengths: Iterable[int], budgets: Iterable[int]) -> list[BatchRequest]:
     return [
-        rng.integers(3, VOCAB_SIZE, int(rng.integers(1, longest))).tolist() for _ in range(count)
+        BatchRequest(make_prompt(length), budget, id=f"{number}", **NO_END)
+        for number, (length, budget) in enumerate(zip(lengths, budgets, strict=True))
     ]
 
 
-def run(bundle: TinyBundle, rows: int, requests: Sequence[BatchRequest]) -> dict[int, BatchAnswer]:
-    decoder = BatchDecoder(open_bundle(bundle.folder), rows, 2)
+def test_more_prompts_than_rows(generator: Generator, decoder: BatchDecoder) -> None:
+    lengths = (1, 70, 2, 3, 20, 9, 64, 65, 8, 33, 5, 81)
+    budgets = (30, 3, 0, 1, 2, 24, 7, 31, 12, 1, 40, 14)
+    requests = requests_of(lengths, budgets)
+    spoil(decoder)
+
     answers = list(decoder.run(requests))
-    assert sorted(one.index for one in answers) == list(range(len(requests)))
-    return {one.index: one for one in answers}
+
+    assert {answer.id for answer in answers} == {request.id for request in requests}
+    for answer in answers:
+        request = requests[int(answer.id)]
+        assert (answer.token_ids, answer.finish_reason) == alone(generator, request)
+        assert len(answer.token_ids) == request.max_new_tokens
+        assert answer.prompt_tokens == lengths[int(answer.id)]
+    stats = decoder.stats
+    assert stats.answers == len(requests)
+    assert stats.tokens == sum(budgets)
+    assert stats.prompt_tokens == sum(lengths) - lengths[budgets.index(0)]
+    assert max(budgets) - 1 <= stats.steps < sum(budgets)
+    assert min(stats.prefill_seconds, stats.step_seconds, stats.host_seconds) > 0
 
 
-def alone(bundle: TinyBundle, request: BatchRequest) -> tuple[list[int], str | None]:
-    """Through the decoding loop, which knows nothing of batches."""
-    generator = Generator.open(bundle.folder, engine="standard", threads=2)
-    config = GenerationConfig(draft="off", eos_token_id=tuple(request.eos))
-    blocks = list(generator.decode(config).run(list(request.prompt), request.max_new_tokens))
-    return [token for block in blocks for token in block.tokens], blocks[-1].finish_reason
-
-
-@pytest.mark.parametrize("rows", [1, 3, 5, 16])
-def test_rows_say_what_they_say_alone(rows: int, bundle: TinyBundle) -> None:
-    budgets = [1, 2, 30, 7, 12, 3, 20, 9, 5, 25, 4]
+@pytest.mark.parametrize("seed", range(3))
+def test_random_prompts_budgets_and_ends(
+    generator: Generator, decoder: BatchDecoder, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
     requests = [
-        BatchRequest(prompt, budget) for prompt, budget in zip(prompts(11), budgets, strict=True)
-    ]
-    answers = run(bundle, rows, requests)
-    for index, request in enumerate(requests):
-        assert (answers[index].token_ids, answers[index].finish_reason) == alone(bundle, request)
-
-
-def test_an_answer_ends_at_its_own_tokens(llama_bundle: TinyBundle) -> None:
-    plain = run(llama_bundle, 4, [BatchRequest(prompt, 20) for prompt in prompts(6)])
-    requests = [
-        BatchRequest(prompt, 20, frozenset({plain[index].token_ids[index * 3]}))
-        for index, prompt in enumerate(prompts(6))
-    ]
-    for index, answer in run(llama_bundle, 4, requests).items():
-        end = plain[index].token_ids.index(*requests[index].eos)
-        assert answer.token_ids == plain[index].token_ids[: end + 1]
-        assert answer.finish_reason == "stop"
-
-
-def test_the_context_ends_an_answer(llama_bundle: TinyBundle) -> None:
-    requests = [BatchRequest([5] * length, 200) for length in (CONTEXT - 1, CONTEXT - 3, 30)]
-    answers = run(llama_bundle, 2, requests)
-    for index, request in enumerate(requests):
-        assert (answers[index].token_ids, answers[index].finish_reason) == alone(
-            llama_bundle, request
+        BatchRequest(
+            rng.integers(3, 250, rng.integers(1, 60)).tolist(),
+            int(rng.integers(0, 36)),
+            eos=rng.integers(3, 320, 12).tolist(),
+            id=number,
         )
-        assert len(request.prompt) + len(answers[index].token_ids) == CONTEXT
+        for number in range(20)
+    ]
+    wanted = {request.id: alone(generator, request) for request in requests}
+    assert {reason for _, reason in wanted.values()} == {"stop", "length"}
+    assert together(decoder, requests) == wanted
 
 
-def test_a_finished_row_is_delivered_while_others_run(llama_bundle: TinyBundle) -> None:
-    budgets = [30, 2, 30, 1, 4]
-    requests = [BatchRequest(p, b) for p, b in zip(prompts(5), budgets, strict=True)]
-    decoder = BatchDecoder(open_bundle(llama_bundle.folder), 3, 2)
-    order = [one.index for one in decoder.run(requests)]
-    assert order[:2] == [1, 3]
-    assert set(order[-2:]) == {0, 2}
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_fewer_prompts_than_rows(generator: Generator, decoder: BatchDecoder, count: int) -> None:
+    requests = requests_of((4, 5, 6)[:count], (9, 20, 14)[:count])
+    spoil(decoder)
+    assert together(decoder, requests) == {one.id: alone(generator, one) for one in requests}
 
 
-def test_a_caller_is_asked_for_a_prompt_only_when_a_row_is_free(llama_bundle: TinyBundle) -> None:
-    asked: list[int] = []
-
-    def endless() -> object:
-        for number in range(1000):
-            asked.append(number)
-            yield BatchRequest([5, 6], 4)
-
-    stream = BatchDecoder(open_bundle(llama_bundle.folder), 2, 2).run(endless())  # type: ignore[arg-type]
-    next(stream)
-    assert len(asked) <= 4
+@pytest.mark.parametrize("rows", [1, 2, 3, 7])
+def test_any_number_of_rows(bundle: TinyBundle, generator: Generator, rows: int) -> None:
+    decoder = BatchDecoder(open_bundle(bundle.folder), rows, threads=1)
+    requests = requests_of((3, 4, 5, 6, 7), (12, 5, 18, 1, 9))
+    assert together(decoder, requests) == {one.id: alone(generator, one) for one in requests}
 
 
-def test_draws_depend_on_the_seed_alone(llama_bundle: TinyBundle) -> None:
-    requests = [BatchRequest(p, 12, temperature=0.9, seed=i) for i, p in enumerate(prompts(7))]
-    first = run(llama_bundle, 1, requests)
-    for rows in (2, 7):
-        again = run(llama_bundle, rows, requests)
-        assert {i: one.token_ids for i, one in again.items()} == {
-            i: one.token_ids for i, one in first.items()
-        }
-    other = [BatchRequest(p, 12, temperature=0.9, seed=99) for p in prompts(7)]
-    changed = run(llama_bundle, 7, other)
-    assert any(changed[i].token_ids != first[i].token_ids for i in first)
+def test_each_position_declared_the_end(generator: Generator, decoder: BatchDecoder) -> None:
+    prompt = make_prompt(6)
+    answer, _ = alone(generator, BatchRequest(prompt, 24, **NO_END))
+    requests = [BatchRequest(prompt, 24, {token}, id=n) for n, token in enumerate(answer)]
+    for position, (tokens, reason) in together(decoder, requests).items():
+        first = answer.index(answer[position])
+        assert (tokens, reason) == (answer[: first + 1], "stop")
 
 
-def test_draws_follow_the_distribution(llama_bundle: TinyBundle) -> None:
-    """Of the first token, against the engine's own logits."""
-    decoder = BatchDecoder(open_bundle(llama_bundle.folder), 1, 2)
-    requests = [BatchRequest([7, 8], 1, temperature=1.5, seed=seed) for seed in range(2000)]
-    drawn = [one.token_ids[0] for one in decoder.run(requests)]
-    binding = decoder.engine.bind_rows(2, 1, range(1))
-    scaled = binding.outputs["logits"][0, 0].astype(np.float64) / 1.5
-    chances = np.exp(scaled - scaled.max())
-    chances /= chances.sum()
-    seen = np.bincount(drawn, minlength=len(chances)) / len(drawn)
-    assert np.abs(seen - chances).sum() / 2 < 3 * np.sqrt(len(chances) / len(drawn)) / 2
+def test_the_bundles_own_end_tokens_count(generator: Generator, decoder: BatchDecoder) -> None:
+    (eos,) = generator.bundle.manifest.target.eos_token_ids
+    rng = np.random.default_rng(5)
+    ended = 0
+    for _ in range(10):
+        requests = [BatchRequest(rng.integers(3, 250, 5).tolist(), 80, id=n) for n in range(10)]
+        for request_id, (tokens, reason) in together(decoder, requests).items():
+            assert (tokens, reason) == alone(generator, requests[request_id])
+            assert (tokens[-1] == eos) == (reason == "stop")
+            ended += reason == "stop"
+        if ended:
+            break
+    assert ended
+
+
+def test_the_context_ends(generator: Generator, decoder: BatchDecoder) -> None:
+    context = generator.bundle.manifest.plan.max_context
+    assert decoder.context == context
+    requests = requests_of([context - left for left in (1, 2, 3, 5, 9)], [500] * 5)
+    answers = together(decoder, requests)
+    assert [len(answers[f"{n}"][0]) for n in range(5)] == [1, 2, 3, 5, 9]
+    assert answers == {one.id: alone(generator, one) for one in requests}
+
+
+def test_a_shorter_context_is_a_smaller_cache(bundle: TinyBundle, generator: Generator) -> None:
+    opened = open_bundle(bundle.folder)
+    decoder = BatchDecoder(opened, 3, context=20, threads=1)
+    requests = requests_of((1, 12, 19), (500, 500, 500))
+    answers = together(decoder, requests)
+    for number, room in enumerate((19, 8, 1)):
+        request = BatchRequest(requests[number].prompt, room, **NO_END)
+        assert answers[f"{number}"] == alone(generator, request)
+    assert decoder.engine._cache.nbytes == cache_bytes(opened.manifest, "target", 3, 20)
+    assert cache_bytes(opened.manifest, "target", 3, 20) < cache_bytes(
+        opened.manifest, "target", 3, 96
+    )
+    with pytest.raises(RequestError, match="the prompt has 20 tokens, a row holds 20"):
+        list(decoder.run([BatchRequest(make_prompt(20))]))
+
+
+def test_answers_come_when_they_are_finished(decoder: BatchDecoder) -> None:
+    requests = requests_of((3, 3, 3, 3, 3, 3), (6, 2, 6, 1, 0, 3))
+    order = [answer.id for answer in decoder.run(requests)]
+    # 3 ends with its prefill, 4 needs none and 5 has the row; 0 and 2 end in one step.
+    assert order == ["3", "4", "1", "5", "0", "2"]
+
+
+def test_prompts_are_asked_for_as_rows_get_free(decoder: BatchDecoder) -> None:
+    asked: list[str] = []
+    given: list[str] = []
+
+    def stream() -> Iterator[BatchRequest]:
+        for request in requests_of((3,) * 7, (4, 2, 8, 8, 8, 8, 8)):
+            asked.append(f"{request.id} after {len(given)}")
+            yield request
+
+    given.extend(answer.id for answer in decoder.run(stream()))
+    first = [f"{number} after 0" for number in range(4)]
+    assert asked == [*first, "4 after 1", "5 after 2", "6 after 4"]
+
+
+def test_an_answer_may_bring_the_next_prompt(generator: Generator, decoder: BatchDecoder) -> None:
+    waiting = [BatchRequest(make_prompt(4), 5, **NO_END)]
+    answers: list[BatchAnswer] = []
+
+    def stream() -> Iterator[BatchRequest]:
+        while waiting:
+            yield waiting.pop()
+
+    # One row: its answer is there before the next prompt is asked for.
+    single = BatchDecoder(generator.bundle, 1, threads=1)
+    for answer in single.run(stream()):
+        answers.append(answer)
+        if len(answers) < 3:
+            prompt = [*make_prompt(4), *answer.token_ids]
+            waiting.append(BatchRequest(prompt, 5, **NO_END))
+    assert [answer.index for answer in answers] == [0, 1, 2]
+    last = BatchRequest([*make_prompt(4), *answers[1].token_ids], 5, **NO_END)
+    assert (answers[2].token_ids, "length") == alone(generator, last)
+
+
+def sampled(count: int) -> list[BatchRequest]:
+    return [
+        BatchRequest(make_prompt(n % 5 + 3), 10 + n, (), temperature=0.8, seed=n, id=n)
+        for n in range(count)
+    ]
+
+
+def test_samples_depend_on_the_seed_alone(bundle: TinyBundle, decoder: BatchDecoder) -> None:
+    requests = sampled(9)
+    wanted = together(decoder, requests)
+    assert together(decoder, requests) == wanted
+    for rows, order in ((1, requests), (2, requests[::-1]), (6, requests[3:] + requests[:3])):
+        other = BatchDecoder(open_bundle(bundle.folder), rows, threads=1)
+        assert together(other, order) == wanted
+    for request in requests[:3]:
+        assert together(decoder, [request]) == {request.id: wanted[request.id]}
+
+
+def test_greedy_rows_beside_sampled_ones(generator: Generator, decoder: BatchDecoder) -> None:
+    greedy = requests_of((3, 4, 5), (14, 3, 20))
+    mixed = [one for pair in zip(greedy, sampled(3), strict=True) for one in pair]
+    answers = together(decoder, mixed)
+    for request in greedy:
+        assert answers[request.id] == alone(generator, request)
+
+
+def test_seeds_and_temperatures_differ(decoder: BatchDecoder) -> None:
+    prompt = make_prompt(5)
+    requests = [
+        BatchRequest(prompt, 24, (), temperature, seed, id=(temperature, seed))
+        for temperature in (0.0, 1e-300, 0.8, 5.0)
+        for seed in (1, 2)
+    ]
+    answers = {
+        request_id: tuple(ids) for request_id, (ids, _) in together(decoder, requests).items()
+    }
+    cold = {answers[key] for key in answers if key[0] < 0.1}
+    assert len(cold) == 1
+    assert len(set(answers.values())) == 5
+
+
+def test_draw_follows_the_distribution() -> None:
+    with np.errstate(divide="ignore"):
+        logits = np.log(np.array([0.1, 0.0, 0.6, 0.3, 0.0], np.float32))
+    uniforms = (np.arange(1000) + 0.5) / 1000
+    counts = np.bincount([draw(logits, 1.0, u) for u in uniforms], minlength=5)
+    assert counts.tolist() == [100, 0, 600, 300, 0]
+    sharper = np.bincount([draw(logits, 0.5, u) for u in uniforms], minlength=5) / 1000
+    wanted = np.array([0.1, 0, 0.6, 0.3, 0]) ** 2
+    assert np.abs(sharper - wanted / wanted.sum()).max() <= 1e-3
+    # The ends of the interval stay inside the tokens that have a chance.
+    assert draw(logits, 1.0, 0.0) == 0
+    assert draw(logits, 1.0, np.nextafter(1.0, 0.0)) == 3
+    assert draw(np.array([1, 3, 3, 2], np.float32), 5e-324, 0.7) == 2
+
+
+def test_samples_come_from_the_logits_of_the_graph(
+    generator: Generator, decoder: BatchDecoder
+) -> None:
+    """The chosen tokens, worked out from one-shot prefills."""
+    request = sampled(1)[0]
+    (tokens, _) = together(decoder, [request])[0]
+    rng = np.random.default_rng(0)
+    ids = list(request.prompt)
+    for token in tokens:
+        target = generator._target
+        target.start()
+        for _ in target.prefill(ids):
+            pass
+        assert target._binding is not None
+        logits = target._binding.outputs["logits"][0, 0]
+        assert draw(logits, 0.8, rng.random()) == token
+        ids.append(token)
 
 
 @pytest.mark.parametrize(
-    ("request_", "said"),
+    ("request_", "message"),
     [
-        (BatchRequest([], 4), "0 tokens"),
-        (BatchRequest([5] * CONTEXT, 4), "96 tokens"),
-        (BatchRequest([VOCAB_SIZE], 4), "token ids outside"),
-        (BatchRequest([5], 0), "max_new_tokens is 0"),
-        (BatchRequest([5], 4, temperature=float("nan")), "temperature is nan"),
-        (BatchRequest([5], 4, temperature=-1), "temperature is -1"),
+        ({"prompt": []}, "request 0: the prompt is empty"),
+        ({"prompt": [5, 10**6]}, "request 0: token id 1000000 is not in 0"),
+        ({"prompt": "text"}, "request 0: token ids cannot be str"),
+        ({"prompt": [1.5]}, "request 0: token id 1.5 is no whole number"),
+        ({"prompt": [5] * 96}, "request 0: the prompt has 96 tokens, a row holds 96"),
+        ({"eos": [320]}, "request 0: end token 320 is not in 0..319"),
+        ({"max_new_tokens": -1}, "max_new_tokens is -1"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens is 1.5"),
+        ({"temperature": -0.5}, "temperature -0.5 is no finite"),
+        ({"temperature": float("nan")}, "temperature nan is no finite"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": None}, "seed is None"),
+        ({"eos": [-2]}, "end token -2 is"),
+        ({"eos": 2}, "end tokens cannot be int"),
     ],
 )
-def test_a_bad_request_is_refused(
-    request_: BatchRequest, said: str, llama_bundle: TinyBundle
+def test_bad_requests_are_refused(
+    decoder: BatchDecoder, request_: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(RequestError, match=said):
-        list(BatchDecoder(open_bundle(llama_bundle.folder), 2, 2).run([request_]))
+    with pytest.raises(RequestError, match=message.replace(".", r"\.")) as caught:
+        list(decoder.run([BatchRequest(**({"prompt": [5]} | request_))]))
+    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("rows", [0, 65])
-def test_a_bad_number_of_rows_is_refused(rows: int, llama_bundle: TinyBundle) -> None:
-    with pytest.raises(RequestError, match="1 to 64"):
-        BatchDecoder(open_bundle(llama_bundle.folder), rows)
+@pytest.mark.parametrize("request_", [None, [5, 6], "5"])
+def test_what_is_no_request_is_refused(decoder: BatchDecoder, request_: Any) -> None:
+    with pytest.raises(RequestError, match="expected a BatchRequest, got"):
+        list(decoder.run([request_]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": 0}, r"rows is 0, expected a whole number in 1\.\.64"),
+        ({"rows": 65}, "rows is 65"),
+        ({"rows": 2.0}, "rows is 2.0"),
+        ({"context": 97}, r"context is 97, expected a whole number in 2\.\.96"),
+        ({"context": 1}, "context is 1"),
+        ({"threads": 0}, "threads is 0"),
+    ],
+)
+def test_bad_settings_are_refused(
+    llama_bundle: TinyBundle, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        BatchDecoder(open_bundle(llama_bundle.folder), **{"rows": 2, **options})
+
+
+def test_a_refused_request_leaves_nothing_behind(
+    generator: Generator, decoder: BatchDecoder
+) -> None:
+    good = requests_of((3, 4, 5), (9, 9, 9))
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        list(decoder.run([*good, BatchRequest([])]))
+    assert together(decoder, good) == {one.id: alone(generator, one) for one in good}
+
+
+def test_an_abandoned_run_leaves_nothing_behind(
+    generator: Generator, decoder: BatchDecoder
+) -> None:
+    good = requests_of((3, 4, 5, 6, 7), (9, 2, 9, 9, 4))
+    wanted = {one.id: alone(generator, one) for one in good}
+    for taken in range(4):
+        answers = decoder.run(requests_of((30, 40, 50, 60, 70), (3, 4, 5, 6, 7)))
+        for _ in range(taken):
+            next(answers)
+        assert together(decoder, good) == wanted
+
+
+def test_a_second_run_ends_the_first_one_loudly(decoder: BatchDecoder) -> None:
+    first = decoder.run(requests_of((3, 4), (3, 9)))
+    next(first)
+    list(decoder.run(requests_of((5, 6), (9, 9))))
+    with pytest.raises(RequestError, match="another run took the batch over"):
+        list(first)
+    # Prompts made of the answers of a run on the same rows.
+    inner = decoder.run(requests_of((3, 4), (3, 9)))
+    with pytest.raises(RequestError, match="another run took the batch over"):
+        list(decoder.run(BatchRequest(one.token_ids) for one in inner))
+
+
+def test_a_cache_beyond_the_memory_is_refused(
+    llama_bundle: TinyBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = open_bundle(llama_bundle.folder)
+    needed = cache_bytes(opened.manifest, "target", 64, 96)
+    monkeypatch.setattr(memory, "free_bytes", lambda: needed)
+    with pytest.raises(EngineError, match=r"the target with 64 x 96 tokens .* use fewer rows or"):
+        BatchDecoder(opened, 64)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 100 << 20)
+    BatchDecoder(opened, 64, 1, context=10)
+
+
+def test_buffers_do_not_grow_with_the_rows_that_are_busy(decoder: BatchDecoder) -> None:
+    """All steps write the same arrays, and prompts of one length on any row do."""
+    list(decoder.run(requests_of((5,) * 9, range(1, 10))))
+    many = list(decoder.engine._arrays)
+    list(decoder.run(requests_of((5,) * 9, range(9, 0, -1))))
+    assert list(decoder.engine._arrays) == many
+    steps = [binding.outputs["logits"] for binding in decoder._batch._steps.values()]
+    assert len(steps) > 1
+    assert all(np.shares_memory(array, steps[0]) for array in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"max_context": 3}, {"nodes": 1}, {"batch": 2}])
+def test_odd_bundles(tmp_path: Path, options: dict[str, Any]) -> None:
+    bundle = open_bundle(tiny_bundle(tmp_path, "llama", **options).folder)
+    decoder = BatchDecoder(bundle, 3, threads=1)
+    lengths = [length for length in (1, 2, 5, 70) if length < decoder.context]
+    requests = requests_of(lengths * 2, [12] * (2 * len(lengths)))
+    answers = together(decoder, requests)
+    single = BatchDecoder(bundle, 1, threads=1)
+    for request in requests:
+        assert together(single, [request]) == {request.id: answers[request.id]}
