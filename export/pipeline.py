@@ -2,7 +2,7 @@
 
 load -> text -> precision -> weights -> trace -> graphs -> parity -> engine -> publish. All is
 written into ``.NAME.partial`` beside the output, which is renamed at the end; a run that was
-interrupted finds its finished stages there. One that fails for a reason of its input leaves nothing.
+interrupted finds its finished stages there. One that fails leaves nothing.
 """
 
 from __future__ import annotations
