@@ -22,7 +22,7 @@ from pspec.errors import EngineError
 from pspec.export.fuse import fuse_graph
 from pspec.export.pack import pack_products, set_accuracy
 from pspec.export.tensor_spec import tensor_specs
-from pspec.files import disk_errors, replaced_folder, sha256_file, write_file
+from pspec.files import replaced_folder, sha256_file, write_file
 from pspec.progress import Watcher
 from pspec.runtime.bundle import GRAPH_FOLDER, Bundle
 from pspec.runtime.compare import compare_outputs
@@ -44,6 +44,11 @@ from pspec.runtime.text import Text
 
 ACCURACY_LEVEL = 4
 """Inputs of a quantised product are rounded to 8 bits: several times faster than fp32 inputs."""
+TOLERANCE = 1e-2
+"""Largest difference from the standard graph on random inputs, over their scale.
+
+Other kernels round otherwise, and random caches enlarge that: 1e-3 was seen on a 30-layer target.
+"""
 LEAST_AGREEMENT = 0.5
 """Share of a passage's tokens that such rounding must leave: below it something is broken."""
 _PASSAGE = """Water boils at a lower temperature on a mountain than at the sea, because the air
@@ -70,7 +75,7 @@ def build_onnxruntime(bundle: Bundle, watcher: Watcher | None = None) -> Path:
     """
     watcher = watcher or Watcher()
     output = engine_folder(bundle)
-    with disk_errors(output), replaced_folder(output) as work:
+    with replaced_folder(output) as work:
         models = dict(_fuse(bundle, work, watcher))
         parity: list[EngineParity] = []
         for role, model in models.items():
@@ -159,7 +164,8 @@ def _check(bundle: Bundle, role: Role, model: ir.Model, work: Path) -> Iterator[
             continue
         for filling in FILLINGS:
             feeds = probe_feeds(graph, bundle.manifest.target.vocab_size, filling)
-            found = compare_outputs(fused_outputs(sessions[0], feeds), _outputs(standard, feeds))
+            got, want = fused_outputs(sessions[0], feeds), _outputs(standard, feeds)
+            found = compare_outputs(got, want, TOLERANCE)
             if found.faults:
                 raise EngineError(f"engine onnxruntime, {graph.file}: {found.faults[0]}")
             yield EngineParity(graph.file, found.error, found.agree)

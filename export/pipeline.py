@@ -1,8 +1,8 @@
 """From a target (and a drafter) to a bundle, in named stages that can be resumed.
 
-load -> text -> precision -> weights -> trace -> graphs -> parity -> publish. All is written into
-``.NAME.partial`` beside the output, which is renamed at the end; a run that was interrupted finds
-its finished stages there. A run that fails for a reason of its input leaves nothing.
+load -> text -> precision -> weights -> trace -> graphs -> parity -> engine -> publish. All is
+written into ``.NAME.partial`` beside the output, which is renamed at the end; a run that was
+interrupted finds its finished stages there. One that fails leaves nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from pspec.export.describe import (
     target_spec,
 )
 from pspec.export.lint import check_graph
+from pspec.export.onnxruntime_engine import build_onnxruntime
 from pspec.export.parity import (
     Outputs,
     ParityRow,
@@ -71,7 +72,8 @@ from pspec.models.checkpoint import LoadedTarget
 from pspec.models.graph import GraphModel
 from pspec.models.self_text import find_opening
 from pspec.progress import Watcher
-from pspec.runtime.bundle import GRAPH_FOLDER, write_manifest
+from pspec.runtime.bundle import GRAPH_FOLDER, open_bundle, write_manifest
+from pspec.runtime.engines import BUILT, choose_engine
 from pspec.runtime.manifest import (
     MANIFEST_FILE,
     SCHEMA_VERSION,
@@ -387,6 +389,19 @@ def _publish(
         files=hashes,
     )
     write_manifest(job.folder, manifest)
+    _build_engine(job)
     check_output(job.request)  # the work took a while: something may stand there by now
     (job.folder / _PROGRESS_FILE).unlink()
     publish_folder(job.folder, output)
+
+
+def _build_engine(job: _Job) -> None:
+    """Put the wanted engine into the bundle before it is published."""
+    if job.request.engine == "none":
+        return
+    bundle = open_bundle(job.folder)
+    chosen, why = choose_engine(job.request.engine, bundle)
+    if chosen in BUILT:
+        build_onnxruntime(bundle, job.watcher)
+    else:
+        job.watcher.note(f"engine {chosen}: {why}")

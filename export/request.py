@@ -36,6 +36,7 @@ class ExportRequest:
     nodes: int = 8
     batch: int = 1
     min_agreement: float | None = None
+    engine: str = "none"
     force: bool = False
 
 

@@ -44,7 +44,7 @@ class Comparison:
         return not self.faults
 
 
-def compare_outputs(have: Outputs, want: Outputs) -> Comparison:
+def compare_outputs(have: Outputs, want: Outputs, tolerance: float = TOLERANCE) -> Comparison:
     """Compare a run with the reference's outputs ``want``, all of which ``have`` must hold."""
     error, equal, total, near, faults = 0.0, 0, 0, 0, []
     # Floats first: ids that differ are mostly their consequence.
@@ -56,10 +56,10 @@ def compare_outputs(have: Outputs, want: Outputs) -> Comparison:
         elif wanted.dtype.kind == "f":
             apart = difference(got, wanted)
             error = max(error, apart)
-            if apart > TOLERANCE:
+            if apart > tolerance:
                 faults.append(f"{name} differs by {apart:.1e}")
         else:
-            same, ties = int((got == wanted).sum()), _near_ties(name, got, wanted, want)
+            same, ties = int((got == wanted).sum()), _near_ties(name, got, wanted, want, tolerance)
             equal, total, near = equal + same, total + wanted.size, near + ties
             if same + ties != wanted.size:
                 faults.append(f"{name} differs in {wanted.size - same} of {wanted.size} ids")
@@ -74,14 +74,20 @@ def difference(have: NDArray[Any], want: NDArray[Any]) -> float:
     return float(np.abs(have - want).max(initial=0.0)) / scale
 
 
-def _near_ties(name: str, have: NDArray[Any], want: NDArray[Any], reference: Outputs) -> int:
+def _near_ties(
+    name: str,
+    have: NDArray[Any],
+    want: NDArray[Any],
+    reference: Outputs,
+    tolerance: float,
+) -> int:
     """How many unequal ids have scores in the reference that are closer than the tolerance."""
     scores = reference.get(SCORES.get(name, ""))
     if scores is None:
         return 0
     gap = _token_gap if name == "next_token" else _candidate_gap
     places = [tuple(place) for place in np.argwhere(have != want)]
-    return sum(gap(place, have, want, scores) < TOLERANCE for place in places)
+    return sum(gap(place, have, want, scores) < tolerance for place in places)
 
 
 def _token_gap(

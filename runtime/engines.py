@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pspec.errors import EngineError
+from pspec.files import disk_errors
 from pspec.progress import Watcher
 from pspec.runtime.bundle import Bundle
 from pspec.runtime.engine import Engine
@@ -132,5 +133,6 @@ def build_engine(bundle: Bundle, watcher: Watcher | None = None) -> Path:
             f"{bundle.folder} has no engine yet, and none can be built here ({error}): pip install "
             "'pspec-toolkit[build]', or run the standard graphs with --engine standard"
         ) from error
-    folder: Path = build(bundle, watcher)
+    with disk_errors(bundle.folder / "engines"):
+        folder: Path = build(bundle, watcher)
     return folder

@@ -219,8 +219,9 @@ def test_hundreds_of_rounds_across_cache_buckets(wide_llama: TinyBundle, engine:
     assert min(kinds.count(kind) for kind in ("hidden", "plain", "lookup", "own")) > 20
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("seed", "engine"), [(0, "onnxruntime"), (1, "onnxruntime"), (2, "standard")]
+)
 @pytest.mark.parametrize("length", [1, 2, 40])
 def test_every_family_and_drafter(
     llama_bundle: TinyBundle,

@@ -341,7 +341,7 @@ def test_least_versions_agree_with_the_package() -> None:
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no TOML reader")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {"": project["dependencies"], **project["optional-dependencies"]}
-    wanted = [*doctor.LIBRARIES, Library("run", "onnxruntime", "cpu", "1.20")]
+    wanted = [*doctor.LIBRARIES, Library("run", "onnxruntime", "cpu", "1.23")]
     for library in wanted:
         entries = [entry.split(";")[0].strip() for entry in extras[library.extra]]
         assert f"{library.name}>={library.least}" in entries

@@ -56,7 +56,6 @@ TARGETS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "hidden_act": "gelu_pytorch_tanh",
     },
-    "llama of 24": {"head_dim": 24},
     "llama of 8": {"head_dim": 8, "num_key_value_heads": 4, "attention_bias": True},
     "qwen3": {"family": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
     "qwen3 of 24": {"family": "qwen3", "head_dim": 24, "attention_bias": True},
@@ -362,11 +361,10 @@ def test_an_attention_of_another_form_is_refused_by_name(change: Any, tmp_path: 
         fuse_graph(model, CONTEXT)
 
 
-@pytest.mark.parametrize("size", [4, 10, 12])
-def test_heads_that_no_fused_attention_takes_are_refused(size: int, tmp_path: Path) -> None:
-    model = llama_graph(tmp_path, size)
+def test_heads_that_no_fused_attention_takes_are_refused(tmp_path: Path) -> None:
+    model = llama_graph(tmp_path, 12)
 
-    with pytest.raises(EngineError, match=rf"heads of {size} .*--engine standard"):
+    with pytest.raises(EngineError, match=r"heads of 12 .*--engine standard"):
         fuse_graph(model, CONTEXT)
 
 

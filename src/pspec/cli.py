@@ -84,8 +84,7 @@ def export(engine: str, dry_run: bool, **options: Any) -> None:
 
     Example: pspec-export smollm2 --output smollm2-bundle
     """
-    from pspec.runtime.bundle import open_bundle
-    from pspec.runtime.engines import BUILT, ENGINES, build_engine, choose_engine
+    from pspec.runtime.engines import ENGINES
 
     known = ("auto", *ENGINES, "none")
     if engine not in known:
@@ -94,20 +93,13 @@ def export(engine: str, dry_run: bool, **options: Any) -> None:
         from pspec.export.pipeline import export_bundle
         from pspec.export.request import ExportRequest, plan_export
         from pspec.show import Progress, show_parity, show_plan
-    request = ExportRequest(**options | {"target": _target(options["target"])})
+    request = ExportRequest(**options | {"target": _target(options["target"]), "engine": engine})
     if dry_run:
         target, drafter, plan = plan_export(request)
         show_plan(request, target, drafter, plan)
         return
     with Progress() as progress:
         folder = export_bundle(request, progress)
-        if engine != "none":
-            bundle = open_bundle(folder)
-            chosen, why = choose_engine(engine, bundle)
-            if chosen in BUILT:
-                build_engine(bundle, progress)
-            else:
-                progress.note(f"engine {chosen}: {why}")
     show_parity(folder)
     click.echo(f"bundle: {folder}")
 

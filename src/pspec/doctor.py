@@ -330,7 +330,7 @@ def onnxruntime_row(machine: Machine, devices: Sequence[Device] | None) -> Row:
     """The default engine: exactly one distribution of it, and the providers it was built with."""
     here = {name: version for name in ONNXRUNTIMES if (version := machine.version(name))}
     extra = "gpu" if devices else "cpu"
-    wanted = Library("run", "onnxruntime", extra, "1.20")
+    wanted = Library("run", "onnxruntime", extra, "1.23")
     fix = install(machine, wanted)
     if not here:
         return Row("run", "onnxruntime", "missing", "not installed", fix)
