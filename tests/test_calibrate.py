@@ -75,7 +75,7 @@ def check_curve(curve: Curve, bundle: Path) -> None:
     manifest = read_manifest(bundle)
     assert curve.device == this_device("onnxruntime", 1)
     assert curve.export == manifest.checksum
-    assert curve.nodes == [1, 2, 4, 8]
+    assert curve.nodes == [2, 4, 8]  # the fused engine has no call of one row
     assert curve.lengths == measured_lengths(manifest.plan) == [1, 91]
     assert [cost.length for cost in curve.draft] == curve.lengths
     assert {"off", "bundle"} <= {cost.draft for cost in curve.host} <= {"off", "lookup", "bundle"}
@@ -99,7 +99,7 @@ def test_calibrate_shows_a_table_and_says_where_it_lies(bundle: Path) -> None:
     done = spawn("calibrate", bundle, *QUICK, without=[*RUNTIME_ONLY, "matplotlib"])
 
     text = done.went_well()
-    for name in ("1 threads, onnxruntime", "verify 1", "verify 8", "draft", "host, off", "91/96"):
+    for name in ("1 threads, onnxruntime", "verify 2", "verify 8", "draft", "host, off", "91/96"):
         assert name in text
     assert f"{bundle}/reports/calibration.json\n{bundle}/reports/calibration.md\n" in text
     assert text.endswith("no plot: pip install 'pspec-toolkit[plot]'\n")
@@ -289,7 +289,8 @@ def test_auto_takes_what_pays(bundle: Path, engine: str) -> None:
     chain = 8 if engine == "standard" else 5  # four drafts and their root, padded or not
     assert oracle.most_common(1)[0][0] == chain
     assert wrong.tau == 1
-    assert Counter(shapes).most_common(1)[0][0] == 1  # a small tree runs a small shape
+    least = 1 if engine == "standard" else 2
+    assert Counter(shapes).most_common(1)[0][0] == least  # a small tree runs a small shape
     assert wrong.drafted < wrong.rounds / 2
 
 
